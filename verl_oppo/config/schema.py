@@ -93,6 +93,10 @@ class InterStepConfig:
     """Default 900 requests: submitted to one replica at once; the rest wait in the client. Lower it if the
     replica preempts (vLLM's ``num_preemptions``); it cannot exceed 1000, see ``MAX_INFLIGHT_LIMIT``."""
 
+    stall_timeout_s: int = 3600
+    """Default 3600 s: how long a waiting step may see no completion and no kept token before it ends the run. Raise it
+    if a single response can take longer than that to decode."""
+
     def __post_init__(self) -> None:
         _check_bool(f"{INTER_STEP}.enable", self.enable)
         _check_choice(f"{INTER_STEP}.rule", self.rule, tuple(RULES))
@@ -106,6 +110,7 @@ class InterStepConfig:
         if not self.delta_min <= self.delta_init <= self.delta_max:
             allowed = f"delta_min = {self.delta_min} to delta_max = {self.delta_max}"
             raise _refuse(f"{INTER_STEP}.delta_init", self.delta_init, allowed)
+        _check_int(f"{INTER_STEP}.stall_timeout_s", self.stall_timeout_s, low=1)
         _check_int(
             f"{INTER_STEP}.max_inflight_per_replica",
             self.max_inflight_per_replica,

@@ -1,0 +1,48 @@
+"""Entry: `python -m verl_oppo.main_ppo <any override of verl.trainer.main_ppo>`.
+
+Trainer mode `oppo` runs through `verl_oppo.task_runner`; every other mode goes to verl's own `main` unchanged. Nothing of
+verl is imported before the platform is chosen, because verl fixes its platform on first use.
+"""
+
+import hydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+TRAINER_MODE = "oppo"
+CPU_DEVICE = "cpu"
+
+
+def prepare_platform(config: DictConfig) -> None:
+    """With `trainer.device=cpu`, load the CPU platform here and in every process of the run."""
+    if config.trainer.device != CPU_DEVICE:
+        return
+    from verl_oppo.platform import cpu
+
+    environment = cpu.export_environment()
+    runtime_env = config.ray_kwargs.ray_init.runtime_env
+    with open_dict(runtime_env):
+        # A cluster that runs already does not inherit this process's environment.
+        runtime_env.env_vars = {**environment, **(runtime_env.get("env_vars") or {})}
+
+
+def run(config: DictConfig) -> None:
+    """Train with the resolved config, in the trainer mode that it names."""
+    OmegaConf.resolve(config)
+    prepare_platform(config)
+    if config.trainer.v1.trainer_mode == TRAINER_MODE:
+        from verl_oppo.task_runner import train
+
+        train(config)
+    else:
+        from verl.trainer.main_ppo import main as verl_main
+
+        verl_main.__wrapped__(config)
+
+
+@hydra.main(config_path="config", config_name="oppo_trainer", version_base=None)
+def main(config: DictConfig) -> None:
+    """Hydra entry point."""
+    run(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Rollout side of inter-step overlap: who is in flight, partial rollouts, trajectory identity."""
