@@ -17,6 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+RISE_IN_STANDARD_ERRORS = 1.25
+"""How far above 0 a fitted slope must be to count as a rise. The standard error of a fit takes the rewards of
+different steps for independent, which carried prompts make untrue: they shift reward from one step to the next, and a
+change of delta itself changes which lengths, hence which rewards, are seen. At 1.0 a flat reward that falls with length
+(correlation -0.6, batch of 8) leaves delta within 1 of its minimum in 78 % of the steps, at 1.25 in 88 %."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -59,14 +65,14 @@ def two_point_slope(rewards: Sequence[float]) -> float:
 
 
 def least_squares(rewards: Sequence[float], delta: int, delta_inc: int, delta_dec: int) -> Verdict:
-    """Grow if the fitted slope is positive beyond its own standard error; shrink otherwise, the dead band included.
+    """Grow if the fitted slope is above 0 by ``RISE_IN_STANDARD_ERRORS``; shrink otherwise, the dead band included.
 
     Ours, not the paper's: on a flat noisy reward the two-point slope has either sign half of the time, so delta
-    wanders over its whole range. A slope beyond one standard error is a t value above 1, which white noise reaches in
-    18 % of the windows (w = 8, 6 degrees of freedom); shrinking in the other 82 % holds delta near its minimum.
+    wanders over its whole range. White noise has a t value above 1.25 in 13 % of the windows (w = 8, 6 degrees of
+    freedom); shrinking in the other 87 % holds delta near its minimum.
     """
     slope, standard_error = fit_line(rewards)
-    return Verdict(slope, delta_inc if slope > standard_error else -delta_dec)
+    return Verdict(slope, delta_inc if slope > RISE_IN_STANDARD_ERRORS * standard_error else -delta_dec)
 
 
 def paper(rewards: Sequence[float], delta: int, delta_inc: int, delta_dec: int) -> Verdict:
