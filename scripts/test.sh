@@ -17,7 +17,7 @@ limit="${OPPO_TEST_TIMEOUT:-1500}"
 echo "[test] pytest: unit tests in a minute or two, then the end-to-end runs (minutes each); at most $limit s together"
 started=$SECONDS status=0
 # -INT first: pytest then reports what ran and its fixtures end their processes.
-timeout --signal=INT --kill-after=60 "$limit" "$BIN/python" -m pytest -p no:cacheprovider --durations=15 "$@" || status=$?
+timeout --foreground --signal=INT --kill-after=60 "$limit" "$BIN/python" -m pytest -p no:cacheprovider --durations=15 "$@" || status=$?
 if [ "$status" -eq 124 ]; then
     echo "[test] FAILED: the tests did not end within $limit s (OPPO_TEST_TIMEOUT); the last test named above was running" >&2
 fi
