@@ -74,13 +74,15 @@ check_disk() {
 run_pip() {
     timeout "${OPPO_SETUP_TIMEOUT:-3600}" "$VENV/bin/python" -m pip "$@" --progress-bar off --disable-pip-version-check \
         >>"$LOG" 2>&1 &
-    local pip_pid=$! started=$SECONDS
+    local pip_pid=$! started=$SECONDS next=$((SECONDS + 30)) doing
     trap 'kill "$pip_pid" 2>/dev/null || true; exit 130' INT TERM
     while kill -0 "$pip_pid" 2>/dev/null; do
         sleep 1
-        if [ $(((SECONDS - started) % 30)) -eq 29 ]; then
-            say "  $((SECONDS - started)) s: $(grep -E '^ *(Collecting|Downloading|Installing|Using cached|Building)' "$LOG" |
-                tail -n 1 | cut -c1-90)"
+        if [ "$SECONDS" -ge "$next" ]; then
+            next=$((SECONDS + 30))
+            doing="$(grep -E '^ *(Collecting|Downloading|Using cached|Building|Installing)' "$LOG" | tail -n 1 | cut -c1-90)" || true
+            case "$doing" in "Installing collected"*) doing="unpacking and compiling packages" ;; esac
+            say "  $((SECONDS - started)) s: ${doing:-asking the package index}"
         fi
     done
     trap - INT TERM

@@ -272,9 +272,7 @@ def save_plot(records: Sequence[StepRecord], path: Path) -> Path | None:
         top.axhline(last, linestyle="--", color="gray", label="last steps")
     top.set_ylabel("mean reward")
     top.legend()
-    bottom.plot(
-        steps, [_or_gap(record.seconds) for record in records], marker=".", color="tab:orange", label="step time"
-    )
+    bottom.plot(steps, [_or_gap(record.seconds) for record in records], marker=".", color="tab:orange")
     if any(record.deferred is not None for record in records):
         counts = bottom.twinx()
         counts.bar(steps, [_or_gap(record.deferred) for record in records], alpha=0.3)
