@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -56,6 +58,7 @@ def test_the_most_deferred_are_chosen_first_and_then_the_earliest_completed():
     admission.start("d")
     admission.select("ef", step=2)
     assert [admission.deferrals(uid) for uid in "adg"] == [2, 1, 0]
+    assert admission.total_deferred == 2
     for uid in "gda":
         admission.complete(uid)
     assert admission.select("gda", step=3) == ["a", "d"]
@@ -329,3 +332,13 @@ def test_any_order_of_completion_keeps_bound_ledger_and_liveness(batch_size, max
         if rng.random() < 0.3:
             admission = through_json(admission, batch_size=batch_size, max_deferrals=max_deferrals)
     assert admission.ledger().outstanding == 0, "nothing may be left that can no longer be trained"
+
+
+def test_the_controllers_and_the_schema_import_no_framework():
+    code = (
+        "import sys; import verl_oppo.config.schema; from verl_oppo.control import "
+        "admission, chunk_size, fairness, overcommit; "
+        "print(sorted({'ray', 'torch', 'verl', 'omegaconf', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -182,7 +182,7 @@ class AdmissionController:
         Raises:
             ValueError: if a uid was trained or never admitted. Nothing is evicted then.
         """
-        uids = list(dict.fromkeys(uids))
+        uids = list(uids)
         for uid in uids:
             retired = self._retired.get(uid)
             if uid not in self._outstanding and (retired is None or retired.trained):
