@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl_oppo.control.admission import AdmissionController, DeferredStats, Ledger
@@ -245,7 +245,7 @@ def can_be_scheduled(slacks: list[int], batch_size: int) -> bool:
     return all(slack >= position // batch_size for position, slack in enumerate(sorted(slacks)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200)
 @given(
     batch_size=st.integers(1, 3),
     max_deferrals=st.integers(1, 3),
@@ -273,7 +273,7 @@ def test_ready_exactly_when_some_choice_leaves_a_feasible_rest(batch_size, max_d
     assert admission.ready(sampleable) == expected
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
 @given(
     batch_size=st.integers(1, 4),
     max_deferrals=st.integers(0, 3),

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl_oppo.control.chunk_size import (
@@ -109,6 +109,7 @@ def test_the_trace_tells_what_was_seen_and_is_bounded():
     assert len(tuner.trace()) == TRACE_LENGTH and tuner.trace()[-1].step == TRACE_LENGTH + 9
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     candidates=st.lists(st.one_of(st.none(), st.integers(1, 4096)), min_size=1, max_size=5, unique=True),
     explore_steps=st.integers(1, 3),

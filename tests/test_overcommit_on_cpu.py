@@ -6,7 +6,7 @@ import random
 from statistics import mean
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl_oppo.control.overcommit import RULES, OvercommitController, fit_line, two_point_slope
@@ -164,11 +164,13 @@ def test_fit_line_against_the_normal_equations():
     assert standard_error == pytest.approx(math.sqrt(sse / 3 / 10))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(reward=st.floats(-1e6, 1e6), window=st.integers(3, 40))
 def test_equal_rewards_have_no_slope(reward, window):
     assert fit_line([reward] * window) == (0.0, 0.0)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rule=st.sampled_from(sorted(RULES)),
     bounds=st.lists(st.integers(0, 30), min_size=3, max_size=3).map(sorted),
@@ -183,6 +185,7 @@ def test_delta_is_always_within_its_bounds(rule, bounds, steps, window, rewards)
         assert low <= controller.observe(reward) <= high
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     rule=st.sampled_from(["least_squares", "paper", "proportional"]),
     plateau=st.lists(st.floats(-1, 1), min_size=0, max_size=40),
