@@ -11,6 +11,16 @@ TRAINER_MODE = "oppo"
 CPU_DEVICE = "cpu"
 
 
+def demo_asset(name: str) -> str:
+    """Path of an asset of the embedded default, made on first use (the resolver behind `config/oppo_cpu.yaml`)."""
+    from verl_oppo.demo.assets import ensure_assets
+
+    return str(getattr(ensure_assets(), name))
+
+
+OmegaConf.register_new_resolver("oppo_demo_asset", demo_asset, replace=True)
+
+
 def prepare_platform(config: DictConfig) -> None:
     """With `trainer.device=cpu`, load the CPU platform here and in every process of the run."""
     if config.trainer.device != CPU_DEVICE:

@@ -13,7 +13,8 @@ from verl.utils.device import auto_set_device
 from verl_oppo.trainer.support import load_oppo_config
 
 
-class _TaskRunnerOppo(TaskRunnerV1.__ray_actor_class__):
+@ray.remote
+class TaskRunnerOppo(TaskRunnerV1.__ray_actor_class__):
     """verl's task runner in a process where trainer mode `oppo` is registered."""
 
     def run(self, config: DictConfig) -> None:
@@ -21,9 +22,6 @@ class _TaskRunnerOppo(TaskRunnerV1.__ray_actor_class__):
         import verl_oppo.trainer  # noqa: F401
 
         super().run(config)
-
-
-TaskRunnerOppo = ray.remote(_TaskRunnerOppo)
 
 
 def train(config: DictConfig) -> None:

@@ -12,29 +12,32 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
-from verl_oppo.rollout.partial import TOOL_TOKEN_VERSION, TokenLedger, align_versions, current_session, token_versions
+from verl_oppo.rollout import partial
 
 TOKEN_VERSIONS_KEY = "token_versions"
 """Key in a trajectory's `extra_fields`: run-length coded weight version of each response token."""
 
 
-def attach_versions(outputs: list[AgentLoopOutput], session: TokenLedger) -> None:
+def attach_versions(outputs: list[AgentLoopOutput], session: partial.TokenLedger) -> None:
     """Write the version of each response token, and their smallest and largest, into `extra_fields`.
 
     verl's multi-turn loop keeps only the last turn's versions; the session's record covers all turns. A loop with
     several outputs hands them out in the order in which it generated them.
     """
-    versions = token_versions(session.runs)
+    versions = partial.token_versions(session.runs)
     for output in outputs:
-        runs = align_versions(versions, output.response_mask)
+        runs = partial.align_versions(versions, output.response_mask)
         output.extra_fields[TOKEN_VERSIONS_KEY] = runs
-        generated = [version for version, _ in runs if version != TOOL_TOKEN_VERSION]
+        generated = [version for version, _ in runs if version != partial.TOOL_TOKEN_VERSION]
         if generated:
             output.extra_fields["min_global_steps"] = min(generated)
             output.extra_fields["max_global_steps"] = max(generated)
 
 
-class _AgentLoopWorkerOppo(AgentLoopWorkerTQ.__ray_actor_class__):
+# The decorator and the module-level name must be one: Ray then ships the class and verl's base by value together. Under
+# another name the base would come by import and verl's `super().__init__` would meet two copies of it.
+@ray.remote
+class AgentLoopWorkerOppo(AgentLoopWorkerTQ.__ray_actor_class__):
     """verl's worker; every training session runs with its own `TokenLedger` in the context.
 
     Invariant: `completed` is told after the prompt's terminal status is in TransferQueue, never before.
@@ -46,7 +49,7 @@ class _AgentLoopWorkerOppo(AgentLoopWorkerTQ.__ray_actor_class__):
         if trajectory["validate"]:
             return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, **kwargs)
         # verl runs each session in an asyncio task of its own, so the variable is private to it.
-        current_session.set(TokenLedger(uid=kwargs["uid"], session_id=kwargs["session_id"]))
+        partial.current_session.set(partial.TokenLedger(uid=kwargs["uid"], session_id=kwargs["session_id"]))
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, **kwargs)
         except Exception as error:
@@ -56,7 +59,7 @@ class _AgentLoopWorkerOppo(AgentLoopWorkerTQ.__ray_actor_class__):
     async def _agent_loop_postprocess(
         self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
     ) -> None:
-        session = current_session.get()
+        session = partial.current_session.get()
         if session is not None:
             attach_versions(output if isinstance(output, list) else [output], session)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
@@ -68,9 +71,6 @@ class _AgentLoopWorkerOppo(AgentLoopWorkerTQ.__ray_actor_class__):
         await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         if not trajectory["validate"]:
             self.llm_client.controller.completed.remote(uid)
-
-
-AgentLoopWorkerOppo = ray.remote(_AgentLoopWorkerOppo)
 
 
 class AgentLoopManagerOppo(AgentLoopManagerTQ):

@@ -16,6 +16,8 @@ import ray
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_oppo.rollout.tee import tag_request
+
 TOOL_TOKEN_VERSION = -1
 """Version of a response token that no model produced (tool output)."""
 
@@ -115,3 +117,11 @@ class _RecordingClient(LLMServerClient):
 
 class LLMServerClientOppo(FullyAsyncLLMServerClient, _RecordingClient):
     """verl's resuming client over the recording one (the order of the bases is the mechanism)."""
+
+    def _vllm_request_id(self, request_id: str) -> str:
+        fresh_id = super()._vllm_request_id(request_id)
+        session = current_session.get()
+        # Under full_determinism verl hands the caller's id through, and nothing is streamed.
+        if session is None or fresh_id == request_id:
+            return fresh_id
+        return tag_request(fresh_id, session.uid, session.session_id)
