@@ -105,7 +105,7 @@ explain_pip_failure() { # $1: pip's exit status
     elif lacks_cpu_torch; then
         die "pip found no CPU build of torch ($(grep '^torch==' "$LOCK")) for this Python. PyTorch keeps it on its CPU" \
             "wheel index, not on PyPI: set TORCH_INDEX_URL (or pip's own PIP_EXTRA_INDEX_URL) to that index, see 'CPU' on" \
-            "PyTorch's installation page, then run this again."
+            "PyTorch's installation page, then run this again. ('from versions: none' above: pip reached no source at all.)"
     fi
     die "pip could not install $LOCK; the lines above say why, the whole log is $LOG."
 }
