@@ -117,7 +117,7 @@ def demo_with(child_code: str) -> list[str]:
     driver = f"""
         import sys
         from verl_oppo.demo import run
-        run.make_assets = lambda: None
+        run.make_assets = lambda timeout_s: None
         run.train_command = lambda run_dir, overrides: [sys.executable, "-c", {textwrap.dedent(child_code)!r}]
         sys.exit(run.main([]))
     """

@@ -20,6 +20,7 @@ Exit status: that of the training run; 124 past the timeout; 130 after Ctrl-C.
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from verl_oppo.demo.summary import (
     summary_words,
 )
 
-POLL_S = 0.25
+POLL_S = 0.5
 HEARTBEAT_S = 20.0
 SHOWN_LOG_LINES = 25
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(signum, _interrupt)
     started = time.monotonic()
     try:
-        make_assets()
+        make_assets(timeout_s)
         metrics_file, log = run_dir / "metrics.jsonl", run_dir / "train.log"
         say(f"run directory {run_dir}; log: {log.name}")
         say("starting verl (Ray, vLLM, actor, critic, reference): start-up takes about two minutes on 2 cores")
@@ -127,13 +128,22 @@ def new_run_dir(env: Mapping[str, str]) -> Path:
     raise ValueError(f"{stem} and 99 names after it exist: set OPPO_RUN_DIR")
 
 
-def make_assets() -> None:
-    from verl_oppo.demo.assets import ensure_assets
+def make_assets(timeout_s: float) -> None:
+    """Makes the toy assets in a process of its own, since it needs torch and this one then waits for minutes.
 
+    Raises:
+        RunFailed: it failed, or took longer than ``timeout_s``.
+    """
     started = time.monotonic()
-    say("toy actor, critic, tokenizer and data set: made on first use, which may take a minute")
-    assets = ensure_assets()
-    say(f"assets in {assets.root} ({time.monotonic() - started:.0f} s)")
+    say("toy actor, critic, tokenizer and data set: made on first use, which takes about a minute")
+    command = [sys.executable, "-m", "verl_oppo.demo.assets"]
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(124, f"the toy assets took longer than {timeout_s:.0f} s (OPPO_DEMO_TIMEOUT_S)") from error
+    if made.returncode != 0:
+        raise RunFailed(1, f"the toy assets could not be made ({' '.join(command)}):\n{made.stderr[-2000:]}")
+    say(f"assets in {json.loads(made.stdout)['root']} ({time.monotonic() - started:.0f} s)")
 
 
 def train_command(run_dir: Path, overrides: Sequence[str]) -> list[str]:
