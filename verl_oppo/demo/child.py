@@ -14,10 +14,14 @@ from pathlib import Path
 import psutil
 
 
+# It looks at every process of the machine, some 10 ms.
+NOTE_EVERY_S = 2.0
+
+
 class ChildRun:
     """A command in its own process group, its output in a file.
 
-    Invariant: after ``end`` neither the command nor any descendant that ``poll`` or ``end`` has seen is alive.
+    Invariant: after ``end`` neither the command nor any descendant that ``poll`` or ``end`` has noted is alive.
     """
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str]):
@@ -31,14 +35,21 @@ class ChildRun:
                 start_new_session=True,
             )
         self._descendants: set[psutil.Process] = set()
+        self._note_at = 0.0
 
     def poll(self) -> int | None:
-        """Exit status, None while it runs; takes note of its present descendants."""
+        """Exit status, None while it runs; takes note of its descendants, but not oftener than NOTE_EVERY_S."""
+        now = time.monotonic()
+        if now >= self._note_at:
+            self._note_at = now + NOTE_EVERY_S
+            self._note_descendants()
+        return self._process.poll()
+
+    def _note_descendants(self) -> None:
         try:
             self._descendants.update(psutil.Process(self._process.pid).children(recursive=True))
         except psutil.NoSuchProcess:
             pass  # It has ended; what it started is known from the polls before.
-        return self._process.poll()
 
     def end(self, grace_s: float = 20.0) -> int:
         """Ends the command and its descendants: SIGINT, then SIGTERM, then SIGKILL, ``grace_s`` seconds apart at most.
@@ -46,7 +57,7 @@ class ChildRun:
         Returns:
             The exit status of the command, negative for a signal.
         """
-        self.poll()
+        self._note_descendants()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is not None:
                 break
