@@ -10,7 +10,7 @@ BIN="${OPPO_VENV:-$ROOT/.venv}/bin"
 cd "$ROOT"
 
 echo "[test] ruff: check and format"
-"$BIN/ruff" check .
+"$BIN/ruff" check --output-format concise .
 "$BIN/ruff" format --check .
 
 limit="${OPPO_TEST_TIMEOUT:-1500}"

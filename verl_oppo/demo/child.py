@@ -13,9 +13,7 @@ from pathlib import Path
 
 import psutil
 
-
-# It looks at every process of the machine, some 10 ms.
-NOTE_EVERY_S = 2.0
+NOTE_EVERY_S = 2.0  # Taking note looks at every process of the machine, some 10 ms.
 
 
 class ChildRun:
