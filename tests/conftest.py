@@ -1,13 +1,18 @@
-"""What all tests share: offline and single-threaded by default, and the end-to-end runs after everything else."""
+"""What all tests share: offline, single-threaded, no time limits in property tests, end-to-end runs last."""
 
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before any test imports torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A busy machine makes any example slow; that is no finding.
+settings.register_profile("verl_oppo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("verl_oppo")
 
 E2E = Path(__file__).parent / "e2e"
 
