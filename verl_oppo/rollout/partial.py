@@ -1,8 +1,9 @@
 """Partial rollouts: which weight version produced which token, and how many requests a replica holds.
 
-`LLMServerClientOppo` runs inside an agent loop worker, one instance a worker. verl's `FullyAsyncLLMServerClient` already
-resumes an aborted request on prompt + partial tokens; the class under it in the method resolution order sees each single
-attempt and records it in the session's `TokenLedger`. It does not know what an agent loop does with the tokens.
+`LLMServerClientOppo` runs inside an agent loop worker, one instance a worker. verl's `FullyAsyncLLMServerClient`
+already resumes an aborted request on prompt + partial tokens; the class under it in the method resolution order sees
+each single attempt and records it in the session's `TokenLedger`. It does not know what an agent loop does with the
+tokens.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The token tee: which tokens of the decoding requests go downstream, when, and never at the cost of decoding.
 
-`vllm_server.py` holds one `TokenTee` a server, on the server's event loop, and shows it every output; `partial.py` writes
-the trajectory into the request id. It knows neither vLLM nor Ray: a push is a call that returns a future.
+`vllm_server.py` holds one `TokenTee` a server, on the server's event loop, and shows it every output; `partial.py`
+writes the trajectory into the request id. It knows neither vLLM nor Ray: a push is a call that returns a future.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class TokenTee:
         self._push: Push | None = None
         self._num_outstanding = 0
         self._flush_scheduled = False
-        # Both in order of arrival.
-        self._running: dict[RequestStream, None] = {}
-        self._ended: dict[RequestStream, None] = {}
+        # Requests with tokens to push, in order of arrival: those that still run, and those that ended.
+        self._waiting: dict[RequestStream, None] = {}
+        self._ended_waiting: dict[RequestStream, None] = {}
 
     @property
     def active(self) -> bool:
@@ -149,20 +149,20 @@ class TokenTee:
         return RequestStream(self, trajectory_id)
 
     def wait_for_push(self, stream: RequestStream) -> None:
-        if self._push is None or stream in self._running:
+        if self._push is None or stream in self._waiting:
             return
-        self._running[stream] = None
+        self._waiting[stream] = None
         if not self._flush_scheduled and self._num_outstanding < MAX_OUTSTANDING_PUSHES:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
     def ended(self, stream: RequestStream) -> None:
-        if stream not in self._running:
+        if stream not in self._waiting:
             return
-        del self._running[stream]
-        self._ended[stream] = None
-        if len(self._ended) > MAX_ENDED_WAITING:
-            del self._ended[next(iter(self._ended))]
+        del self._waiting[stream]
+        self._ended_waiting[stream] = None
+        if len(self._ended_waiting) > MAX_ENDED_WAITING:
+            del self._ended_waiting[next(iter(self._ended_waiting))]
             self._num_chunks_dropped += 1
 
     def stats(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class TokenTee:
             "tokens_seen": self.tokens_seen,
             "chunks_pushed": self._num_chunks_pushed,
             "chunks_dropped": self._num_chunks_dropped,
-            "chunks_waiting": len(self._ended) + len(self._running),
+            "chunks_waiting": len(self._ended_waiting) + len(self._waiting),
             "pushes_outstanding": self._num_outstanding,
             "seconds": self.seconds,
             "chunk_size": self.chunk_size,
@@ -198,7 +198,7 @@ class TokenTee:
     def _batch(self) -> list[Chunk]:
         batch: list[Chunk] = []
         num_tokens = 0
-        for waiting in (self._ended, self._running):
+        for waiting in (self._ended_waiting, self._waiting):
             while waiting and num_tokens < MAX_TOKENS_PER_PUSH:
                 stream = next(iter(waiting))
                 del waiting[stream]
@@ -218,11 +218,11 @@ class TokenTee:
             self._give_up(error)
             return
         self._num_outstanding -= 1
-        if self._ended or self._running:
+        if self._ended_waiting or self._waiting:
             self._flush()
 
     def _give_up(self, error: BaseException) -> None:
-        self._num_chunks_dropped += len(self._ended) + len(self._running)
+        self._num_chunks_dropped += len(self._ended_waiting) + len(self._waiting)
         self._disconnect()
         self._stopped_by = f"{type(error).__name__}: {error}"
         logger.warning(f"tokens are no longer streamed, decoding goes on: the sink failed with {self._stopped_by}")
@@ -230,5 +230,5 @@ class TokenTee:
     def _disconnect(self) -> None:
         self._push = None
         self._num_outstanding = 0
-        self._running.clear()
-        self._ended.clear()
+        self._waiting.clear()
+        self._ended_waiting.clear()

@@ -1,8 +1,8 @@
 """verl's vLLM server with a token tee: decode outputs pass unchanged, and their tokens go to a sink chunk by chunk.
 
-`register_replica` puts `vLLMReplicaOppo` under verl's name `vllm`, in the process that builds verl's `LLMServerManager`;
-that process then connects the servers by `connect_stream`. Everything else is verl's. It does not know what the sink does
-with the chunks. Importing it imports vLLM.
+`register_replica` puts `vLLMReplicaOppo` under verl's name `vllm`, in the process that builds verl's
+`LLMServerManager`; that process then connects the servers by `connect_stream`. Everything else is verl's. It does not
+know what the sink does with the chunks. Importing it imports vLLM.
 """
 
 import asyncio
