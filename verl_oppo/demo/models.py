@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from transformers import (
     PreTrainedModel,
-    PreTrainedTokenizerFast,
+    PreTrainedTokenizerBase,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
@@ -52,7 +52,7 @@ class ModelSettings:
         return self.hidden_size // HEAD_SIZE
 
 
-def model_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast, **kwargs: object) -> Qwen2Config:
+def model_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, **kwargs: object) -> Qwen2Config:
     """Configuration whose vocabulary is exactly the tokenizer's.
 
     verl masks ids at and above `len(tokenizer)` in vLLM but not in its trainer, so a larger vocabulary would make the
@@ -76,12 +76,12 @@ def model_config(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast, **
     )
 
 
-def build_actor(settings: ModelSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_actor(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(model_config(settings, tokenizer))
 
 
 def build_classifier(
-    cls: type[Classifier], settings: ModelSettings, tokenizer: PreTrainedTokenizerFast, backbone: PreTrainedModel | None
+    cls: type[Classifier], settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, backbone: PreTrainedModel | None
 ) -> Classifier:
     """A model with one scalar per position (critic) or per sequence (reward model) and a head of zeros.
 

@@ -1,67 +1,70 @@
-"""Word-level tokenizers of the demo, as real fast tokenizers of transformers with a chat template.
+"""Tokenizers of the demo: a `Qwen2Tokenizer` whose words are whole tokens, with a chat template.
 
-Called when the assets are made. The actor's tokenizer speaks Qwen's ChatML (verl picks its Qwen token builder for model
-type qwen2, which needs a newline that is one token and `<|im_end|>`). One token is one space-separated word, so any
-sequence of its ids survives decode and encode unchanged. The other tokenizer, for a reward model that differs from the
-actor, has other ids, other markers and spells numbers digit by digit.
+Called when the assets are made. Beside a config of model type qwen2, transformers loads `Qwen2Tokenizer` whatever the
+files say, and verl picks its Qwen token builder, which needs a newline that is one token and `<|im_end|>`. Each word with
+the space before it is one added token, so any sequence of their ids survives decode and encode unchanged. The other
+tokenizer, for a reward model that differs from the actor, has other ids, other markers and spells numbers digit by
+digit.
 """
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from collections.abc import Sequence
+
+from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from verl_oppo.demo.task import AUDIENCES, HEADINGS, PHRASES, SECTION_SIZES, TOPICS
 
-UNKNOWN = "<unk>"
 PAD = "<|endoftext|>"
+NEWLINE = "\u010a"
+"""How a byte-level vocabulary spells a newline."""
 CHATML_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\n ' + (message['content'] | trim) + '<|im_end|>\n' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 BRACKET_TEMPLATE = (
-    "{{ '<s> judge the following ' }}"
+    "{{ '<s> judge the following' }}"
     "{% for message in messages %}"
-    "{{ '[' + message['role'] + '] ' + message['content'] + ' [end] ' }}"
+    "{{ '[' + message['role'] + '] ' + (message['content'] | trim) + '[end]' }}"
     "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant] ' }}{% else %}{{ '</s>' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% else %}{{ '</s>' }}{% endif %}"
 )
 
 
-def build_actor_tokenizer() -> PreTrainedTokenizerFast:
+def build_actor_tokenizer() -> Qwen2Tokenizer:
     """ChatML tokenizer with eos `<|im_end|>` and pad `<|endoftext|>`; `len()` of it is the models' vocabulary size."""
-    words = [UNKNOWN, PAD, "<|im_start|>", "<|im_end|>", "\n", "system", "user", "assistant", "tool"]
-    words += [*HEADINGS, *(str(size) for size in SECTION_SIZES), *_task_words()]
-    tokenizer = _word_level(words, split_digits=False)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=UNKNOWN,
+    words = [*HEADINGS, *(str(size) for size in SECTION_SIZES), *_task_words()]
+    return _tokenizer(
+        special=[PAD, "<|im_start|>", "<|im_end|>"],
+        plain=["system", "user", "assistant", "tool"],
+        words=words,
+        chat_template=CHATML_TEMPLATE,
         pad_token=PAD,
         eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-        chat_template=CHATML_TEMPLATE,
     )
 
 
-def build_other_tokenizer() -> PreTrainedTokenizerFast:
+def build_other_tokenizer() -> Qwen2Tokenizer:
     """Tokenizer for a reward model that shares neither ids, markers, template nor token counts with the actor's."""
     roles = ["[system]", "[user]", "[assistant]", "[tool]", "[end]"]
-    words = [*reversed(_task_words()), "judge", "the", "following", "#", *(str(digit) for digit in range(10)), *roles]
-    words += ["</s>", "<s>", "<pad>", UNKNOWN]
-    tokenizer = _word_level(words, split_digits=True)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token=UNKNOWN,
+    digits = [str(digit) for digit in range(10)]
+    return _tokenizer(
+        special=["</s>", "<s>", "<pad>", *roles],
+        plain=digits,
+        words=[*reversed(_task_words()), "judge", "the", "following", "#", *digits],
+        chat_template=BRACKET_TEMPLATE,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        additional_special_tokens=roles,
-        clean_up_tokenization_spaces=False,
-        chat_template=BRACKET_TEMPLATE,
     )
+
+
+def word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> list[int]:
+    """Ids of words as they stand in a text, the space before them included."""
+    return tokenizer.convert_tokens_to_ids([f" {word}" for word in words])
 
 
 def _task_words() -> list[str]:
@@ -71,11 +74,15 @@ def _task_words() -> list[str]:
     return list(dict.fromkeys(words))
 
 
-def _word_level(words: list[str], split_digits: bool) -> Tokenizer:
-    """Tokens are separated by spaces, a newline is a token; without a decoder tokenizers joins tokens with spaces."""
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNKNOWN))
-    splits = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")]
-    if split_digits:
-        splits.append(pre_tokenizers.Digits(individual_digits=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+def _tokenizer(
+    special: list[str], plain: list[str], words: list[str], chat_template: str, **roles: str
+) -> Qwen2Tokenizer:
+    """Ids in this order: special tokens, the newline, `plain` tokens, and `words` with the space before each."""
+    vocabulary = {token: index for index, token in enumerate([*special, NEWLINE])}
+    others = [token for token in special if token not in roles.values()]
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary, merges=[], unk_token=roles["pad_token"], additional_special_tokens=others, **roles
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in [*plain, *(f" {word}" for word in words)]])
+    tokenizer.chat_template = chat_template
     return tokenizer

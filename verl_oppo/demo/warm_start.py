@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from verl_oppo.demo.task import (
     HEADINGS,
@@ -24,6 +24,7 @@ from verl_oppo.demo.task import (
     sample_request,
     sample_response,
 )
+from verl_oppo.demo.tokenizer import word_ids
 from verl_oppo.demo.training import TrainSettings, batches, pad, train
 
 
@@ -43,7 +44,7 @@ class Example:
 
 def warm_start_actor(
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
     task: TaskSettings,
     settings: TrainSettings,
     rng: random.Random,
@@ -66,29 +67,29 @@ def warm_start_actor(
     train(model, loss, batches(_examples(tokenizer, task, rng), settings, rng), settings)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, request: Request) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
     messages = [{"role": "user", "content": request.text}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def _word_distribution(tokenizer: PreTrainedTokenizerFast, on_topic_rate: float) -> dict[str, torch.Tensor]:
+def _word_distribution(tokenizer: PreTrainedTokenizerBase, on_topic_rate: float) -> dict[str, torch.Tensor]:
     """Probability of each token where the task emits a word, by topic: tensors of shape (vocabulary,)."""
     distributions = {}
     for topic, on_topic in TOPICS.items():
         off_topic = off_topic_words(topic)
         probabilities = torch.zeros(len(tokenizer))
-        probabilities[tokenizer.convert_tokens_to_ids(list(on_topic))] = on_topic_rate / len(on_topic)
-        probabilities[tokenizer.convert_tokens_to_ids(off_topic)] = (1 - on_topic_rate) / len(off_topic)
+        probabilities[word_ids(tokenizer, on_topic)] = on_topic_rate / len(on_topic)
+        probabilities[word_ids(tokenizer, off_topic)] = (1 - on_topic_rate) / len(off_topic)
         distributions[topic] = probabilities
     return distributions
 
 
-def _examples(tokenizer: PreTrainedTokenizerFast, task: TaskSettings, rng: random.Random) -> Iterator[Example]:
+def _examples(tokenizer: PreTrainedTokenizerBase, task: TaskSettings, rng: random.Random) -> Iterator[Example]:
     """Endless examples, in which all section sizes are equally frequent and most sections are cut short.
 
     What may follow a token does not depend on how long its section is, so large sizes need not dominate the tokens.
     """
-    headings = tokenizer.convert_tokens_to_ids(list(HEADINGS))
+    headings = word_ids(tokenizer, HEADINGS)
     sizes = [size for size in SECTION_SIZES if size <= task.max_size]
     while True:
         request = replace(sample_request(rng, task), size=rng.choice(sizes))
@@ -97,7 +98,7 @@ def _examples(tokenizer: PreTrainedTokenizerFast, task: TaskSettings, rng: rando
         section_end = [-1] * (len(ids) - 1) + [due.pop(0)]
         end_probability = [0.0] * (len(ids) - 1) + [1.0]
         written = replace(request, size=rng.choice([size for size in sizes if size <= request.size]))
-        for token in tokenizer.convert_tokens_to_ids(sample_response(rng, written, task.warm_on_topic_rate)):
+        for token in word_ids(tokenizer, sample_response(rng, written, task.warm_on_topic_rate)):
             ids.append(token)
             is_heading = token == section_end[-1]
             section_end.append(due.pop(0) if is_heading else section_end[-1])
