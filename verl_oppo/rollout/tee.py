@@ -17,10 +17,8 @@ from verl_oppo.scoring.scorer import Chunk
 
 logger = logging.getLogger(__name__)
 
-MAX_OUTSTANDING_PUSHES = 8
-"""Pushes the sink has not answered yet; the next ones wait, and what waits grows into fewer, larger chunks."""
 MAX_TOKENS_PER_PUSH = 65536
-"""A push is full once it holds this many tokens, so a silent sink owes us at most 8 pushes of about this size."""
+"""A push is full once it holds this many tokens; a silent sink holds back no more than one push."""
 MAX_ENDED_WAITING = 256
 """Requests that ended with tokens still to push; beyond it the oldest is dropped. (Running ones the engine bounds.)"""
 
@@ -108,10 +106,11 @@ class RequestStream:
 
 
 class TokenTee:
-    """Pushes due tokens of all requests of one server, batched per turn of the event loop.
+    """Pushes due tokens of all requests of one server, batched per turn of the event loop, one push at a time.
 
     Invariant: nothing here waits, and nothing raised by the sink reaches the decode: a sink that fails is left alone
-    from then on. Tokens that find no free push stay with their request, so a slow sink leaves no gaps.
+    from then on. While a push is unanswered, due tokens stay with their request and grow into fewer, larger chunks. So
+    a slow sink leaves no gaps, and chunks arrive in order even at an async actor, which may start calls in any order.
     """
 
     def __init__(self) -> None:
@@ -123,7 +122,7 @@ class TokenTee:
         self._num_chunks_dropped = 0
         self._stopped_by: str | None = None
         self._push: Push | None = None
-        self._num_outstanding = 0
+        self._push_in_flight = False
         self._flush_scheduled = False
         # Requests with tokens to push, in order of arrival: those that still run, and those that ended.
         self._waiting: dict[RequestStream, None] = {}
@@ -152,7 +151,7 @@ class TokenTee:
         if self._push is None or stream in self._waiting:
             return
         self._waiting[stream] = None
-        if not self._flush_scheduled and self._num_outstanding < MAX_OUTSTANDING_PUSHES:
+        if not self._flush_scheduled and not self._push_in_flight:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -168,14 +167,15 @@ class TokenTee:
     def stats(self) -> dict[str, Any]:
         """Totals since the start: tokens, chunks, and seconds of the event loop spent here.
 
-        `chunks_waiting`: chunks that have found no free push yet. `stopped_by`: why the sink was given up, or None.
+        `chunks_waiting`: chunks that wait for the answer to the last push. `stopped_by`: why the sink was given up, or
+        None.
         """
         return {
             "tokens_seen": self.tokens_seen,
             "chunks_pushed": self._num_chunks_pushed,
             "chunks_dropped": self._num_chunks_dropped,
             "chunks_waiting": len(self._ended_waiting) + len(self._waiting),
-            "pushes_outstanding": self._num_outstanding,
+            "push_in_flight": self._push_in_flight,
             "seconds": self.seconds,
             "chunk_size": self.chunk_size,
             "stopped_by": self._stopped_by,
@@ -184,16 +184,19 @@ class TokenTee:
     def _flush(self) -> None:
         started = perf_counter()
         self._flush_scheduled = False
-        while self._push is not None and self._num_outstanding < MAX_OUTSTANDING_PUSHES and (batch := self._batch()):
-            try:
-                pushed = self._push(batch)
-            except Exception as error:
-                self._give_up(error)
-                break
-            self._num_outstanding += 1
-            self._num_chunks_pushed += len(batch)
-            pushed.add_done_callback(partial(self._on_pushed, self._push))
+        if self._push is not None and not self._push_in_flight and (batch := self._batch()):
+            self._send(self._push, batch)
         self.seconds += perf_counter() - started
+
+    def _send(self, push: Push, batch: list[Chunk]) -> None:
+        try:
+            pushed = push(batch)
+        except Exception as error:
+            self._give_up(error)
+            return
+        self._push_in_flight = True
+        self._num_chunks_pushed += len(batch)
+        pushed.add_done_callback(partial(self._on_pushed, push))
 
     def _batch(self) -> list[Chunk]:
         batch: list[Chunk] = []
@@ -217,9 +220,8 @@ class TokenTee:
         if error is not None:
             self._give_up(error)
             return
-        self._num_outstanding -= 1
-        if self._ended_waiting or self._waiting:
-            self._flush()
+        self._push_in_flight = False
+        self._flush()
 
     def _give_up(self, error: BaseException) -> None:
         self._num_chunks_dropped += len(self._ended_waiting) + len(self._waiting)
@@ -229,6 +231,6 @@ class TokenTee:
 
     def _disconnect(self) -> None:
         self._push = None
-        self._num_outstanding = 0
+        self._push_in_flight = False
         self._waiting.clear()
         self._ended_waiting.clear()
