@@ -334,15 +334,20 @@ class FSDPScorer:
     # Ranks, weights, reports ----------------------------------------------------------------------------------------
 
     def _agreed(self, prepare: Callable[[], Prepared]) -> Prepared:
-        """What `prepare` returns; if it fails on any rank all ranks raise, before the first forward can hang."""
-        error = None
+        """What `prepare` returns; where it fails on one rank all ranks say so, before the first forward can hang."""
+        refusal = None
         try:
             prepared = prepare()
-        except ValueError as refusal:
-            error = refusal
-        if self._busiest_rank(int(error is not None)):
-            raise error or RuntimeError("another rank of this scorer refused its input, see that rank's error")
-        return prepared
+        except ValueError as error:
+            refusal = str(error)
+        if not self._busiest_rank(int(refusal is not None)):
+            return prepared
+        refusals = [refusal] * self._engine.get_data_parallel_size()
+        if len(refusals) > 1:
+            torch.distributed.all_gather_object(refusals, refusal, group=self._engine.get_data_parallel_group())
+        raise ValueError(
+            "; ".join(f"rank {rank} of the scorer: {each}" for rank, each in enumerate(refusals) if each is not None)
+        )
 
     def _busiest_rank(self, amount: int) -> int:
         """Largest amount of any rank."""

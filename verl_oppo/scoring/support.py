@@ -76,10 +76,11 @@ def check_supported(model: HFModelConfig, engine: FSDPEngineConfig, key: str) ->
         raise _refusal(
             key, "lora_rank", model.lora_rank, "0: the reference is the actor without its adapter then, do not stream"
         )
-    _check_attention(model.hf_config, key)
+    check_attention(model.hf_config, key)
 
 
-def _check_attention(config: PretrainedConfig, key: str) -> None:
+def check_attention(config: PretrainedConfig, key: str) -> None:
+    """Raises ValueError unless every layer attends causally to the whole prefix, from keys that the prefix decides."""
     text = config.get_text_config()
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
         raise _refusal(key, "model_type", config.model_type, "a text-only model")
