@@ -221,7 +221,7 @@ class RewardLoopManagerOppo(RewardLoopManager):
 
 
 def keep_awake(config: DictConfig) -> None:
-    """A reward server on its own devices keeps its memory: verl puts it to sleep, and wakes it for whole batches only."""
+    """A reward server on devices of its own keeps its memory; verl would put it to sleep and never wake it there."""
     rollout = config.reward.reward_model.rollout
     assert not rollout.free_cache_engine or not reward_support.is_colocated(config)
     with open_dict(config):
