@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen2Config,
@@ -91,6 +93,37 @@ def engine_config(**fields: Any) -> FSDPEngineConfig:
     return FSDPEngineConfig(**{"strategy": "fsdp2", "use_torch_compile": False, **FP32} | fields)
 
 
+def worker_config(path: Path, model_type: str, **engine: Any) -> TrainingWorkerConfig:
+    return TrainingWorkerConfig(
+        model_type=model_type,
+        model_config=model_config(path),
+        engine_config=engine_config(**engine),
+        optimizer_config=FSDPOptimizerConfig(lr=0.1, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+
+
+def trainer_config(folder: Path) -> DictConfig:
+    """verl's own configuration, with the tiny model as actor and reference."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(
+            "ppo_trainer",
+            overrides=[
+                f"actor_rollout_ref.model.path={folder / 'language'}",
+                "+actor_rollout_ref.model.load_tokenizer=False",
+                "actor_rollout_ref.model.use_remove_padding=False",
+                "actor_rollout_ref.actor.strategy=fsdp2",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+                "actor_rollout_ref.ref.strategy=fsdp2",
+                "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
+                "actor_rollout_ref.ref.use_torch_compile=False",
+                "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
+                "+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
+                "actor_rollout_ref.rollout.name=vllm",
+            ],
+        )
+
+
 class UnsyncedFSDP(transformer_impl.FSDP):
     """FSDP1 that takes each rank's weights as they are: broadcasting them needs an accelerator."""
 
@@ -149,15 +182,8 @@ class Rank:
         return self._expected[name, temperature]
 
     def _build(self, cls: type[ScoringTrainingWorker], model: str, **engine: Any) -> ScoringTrainingWorker:
-        return cls(
-            TrainingWorkerConfig(
-                model_type="language_model" if cls is RefWorkerOppo else "value_model",
-                model_config=model_config(self.folder / model),
-                engine_config=engine_config(**engine),
-                optimizer_config=FSDPOptimizerConfig(lr=0.1, total_training_steps=10),
-                checkpoint_config=CheckpointConfig(),
-            )
-        )
+        model_type = "language_model" if cls is RefWorkerOppo else "value_model"
+        return cls(worker_config(self.folder / model, model_type, **engine))
 
     def _build_reward(self) -> RewardWorkerOppo:
         reward_model = RewardModelConfig(

@@ -13,9 +13,8 @@ from harness import (
     model_config,
     plain_batch,
     settings,
+    trainer_config,
 )
-from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 from transformers import AutoConfig, Qwen2Config
 from verl.workers.config import RewardModelConfig, RolloutConfig
 
@@ -94,7 +93,7 @@ def unready(rank: Rank) -> Result:
 
 def reference_role(rank: Rank) -> Result:
     """The reference inside verl's `ActorRolloutRefWorker`, built from verl's own configuration."""
-    worker = ActorRolloutRefWorkerOppo(trainer_config(rank).actor_rollout_ref, role="ref")
+    worker = ActorRolloutRefWorkerOppo(trainer_config(rank.folder).actor_rollout_ref, role="ref")
     worker.init_model()
     worker.oppo_setup(settings(temperature=0.7))
     for call in chunked(rank.sequences, 16):
@@ -107,23 +106,3 @@ def reference_role(rank: Rank) -> Result:
         "difference": largest_difference(reply.scored, [row.numpy() for row in output["log_probs"].unbind()]),
         "message": refusal(lambda: worker.oppo_setup(settings())),
     }
-
-
-def trainer_config(rank: Rank) -> DictConfig:
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(
-            "ppo_trainer",
-            overrides=[
-                f"actor_rollout_ref.model.path={rank.folder / 'language'}",
-                "+actor_rollout_ref.model.load_tokenizer=False",
-                "actor_rollout_ref.model.use_remove_padding=False",
-                "actor_rollout_ref.actor.strategy=fsdp2",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-                "actor_rollout_ref.ref.strategy=fsdp2",
-                "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",
-                "actor_rollout_ref.ref.use_torch_compile=False",
-                "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
-                "+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32",
-                "actor_rollout_ref.rollout.name=vllm",
-            ],
-        )

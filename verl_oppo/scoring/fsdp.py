@@ -50,7 +50,7 @@ class FSDPScorer:
     """
 
     def __init__(self, engine: FSDPEngineWithLMHead, settings: ScorerSettings) -> None:
-        """`engine` must be initialized. Raises ValueError for what cannot be served, see `support`."""
+        """`engine` must be initialized. Collective. Raises ValueError for what cannot be served, see `support`."""
         support.check_supported(engine.model_config, engine.engine_config, settings.key)
         config = engine.module.config
         support.check_attention_implementation(config._attn_implementation, settings.key)
@@ -71,6 +71,7 @@ class FSDPScorer:
         self._kv = PagedCache(config.get_text_config().num_hidden_layers)
         self._stream_open = False
         self._prefill_total, self._score_total = CallReport(), CallReport()
+        self._check_cache_size()
 
     def prefill(self, chunks: Iterable[Chunk]) -> PrefillReply:
         """See `scorer.Scorer`. Trajectories of one call never evict each other: what finds no room is left out."""
@@ -286,7 +287,6 @@ class FSDPScorer:
                 use_cache=True,
                 **layout.attention_kwargs,
             )
-            self._check_cache_size()
             if not segments:
                 return []
             outputs = self._head_outputs(layout.unpad(output.logits)[None], segments)
@@ -324,11 +324,15 @@ class FSDPScorer:
         return min(limit, max(needed, 2 * self._kv.num_slots))
 
     def _check_cache_size(self) -> None:
-        promised = self._kv.num_slots * self._token_bytes
-        if self._kv.nbytes != promised:
+        """Runs a dummy row: the model must use the cache, and as much of it as its configuration says."""
+        with self._eval_mode():
+            self._compute([], CallReport())
+        cached_bytes = self._kv.nbytes // self._kv.num_slots
+        self._kv.release()
+        if cached_bytes != self._token_bytes:
             raise ValueError(
-                f"{self._settings.key} cannot stream: the model caches {self._kv.nbytes // self._kv.num_slots} bytes "
-                f"per token, its configuration says {self._token_bytes}"
+                f"{self._settings.key} cannot stream: the model caches {cached_bytes} bytes per token, allowed is "
+                f"{self._token_bytes}, what its configuration says"
             )
 
     # Ranks, weights, reports ----------------------------------------------------------------------------------------

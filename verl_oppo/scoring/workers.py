@@ -50,7 +50,10 @@ class ScoringMethods:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def oppo_setup(self, settings: ScorerSettings) -> ScorerStats:
-        """Builds the scorer, once the model is there. Raises ValueError for what cannot be served."""
+        """Builds the scorer, once the model is there, or a new one. Raises ValueError for what cannot be served."""
+        if self._scorer is not None:
+            self._scorer.close_stream()
+        self.forget_cache()
         self._scorer = FSDPScorer(self.scoring_engine(), settings)
         return self._scorer.stats()
 
@@ -59,8 +62,8 @@ class ScoringMethods:
         return self._ready().prefill(chunks)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
-    def oppo_score(self, trajectories: Sequence[Trajectory]) -> ScoreReply:
-        return self._ready().score(trajectories)
+    def oppo_score(self, trajectories: Sequence[Trajectory], keep: bool = False) -> ScoreReply:
+        return self._ready().score(trajectories, keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def oppo_invalidate(self) -> None:
