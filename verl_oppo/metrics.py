@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_oppo.rollout.partial import TOOL_TOKEN_VERSION, Runs
+from verl_oppo.stream.consumer import ConsumerStats
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,54 @@ def staleness_metrics(rows: Sequence[TrainedRow], current_version: int) -> dict[
 def ledger_metrics(ledger: dict[str, int]) -> dict[str, int]:
     """`oppo/ledger/*`: prompts since the start of training."""
     return {f"oppo/ledger/{name}": ledger[name] for name in ("submitted", "trained", "evicted", "outstanding")}
+
+
+@dataclass(frozen=True)
+class ExposedCall:
+    """One scorer's final call on a step's batch: what the step waited for, and what was cached.
+
+    Attributes:
+        seconds: waited for by the step.
+        plain_s: the plain path's time for a whole batch as last measured in this run, or None.
+    """
+
+    seconds: float
+    response_tokens: int
+    cached_response_tokens: int
+    plain_s: float | None
+
+
+def overlap_metrics(calls: dict[str, ExposedCall]) -> dict[str, float]:
+    """`timing_s/score_tail` and `oppo/overlap/*` over the scorers that take chunks, keyed by scorer.
+
+    `hidden_ratio` = 1 - exposed / plain time, over the scorers whose plain time was measured (design: "What two of our
+    figures mean"); it is left out as long as none was.
+    """
+    metrics = {"timing_s/score_tail": sum(call.seconds for call in calls.values())}
+    tokens = sum(call.response_tokens for call in calls.values())
+    if tokens:
+        metrics["oppo/overlap/cached_token_ratio"] = sum(c.cached_response_tokens for c in calls.values()) / tokens
+    measured = {name: call for name, call in calls.items() if call.plain_s}
+    if measured:
+        exposed, plain = sum(c.seconds for c in measured.values()), sum(c.plain_s for c in measured.values())
+        metrics["oppo/overlap/hidden_ratio"] = 1.0 - exposed / plain
+    for name, call in calls.items():
+        metrics[f"oppo/overlap/{name}_exposed_s"] = call.seconds
+        if call.plain_s:
+            metrics[f"oppo/overlap/{name}_plain_s"] = call.plain_s
+        if call.response_tokens:
+            metrics[f"oppo/overlap/{name}_cached_token_ratio"] = call.cached_response_tokens / call.response_tokens
+    return metrics
+
+
+def chunk_metrics(stats: dict[str, ConsumerStats], chunk_size: int) -> dict[str, float]:
+    """`oppo/chunk/*` of a step, and how long each scorer worked."""
+    metrics = {
+        "oppo/chunk/size": chunk_size,
+        "oppo/chunk/num": sum(one.hub.chunks_received for one in stats.values()),
+        "oppo/chunk/dropped": sum(one.hub.chunks_dropped for one in stats.values()),
+    }
+    for name, one in stats.items():
+        metrics[f"oppo/scorer/{name}_prefill_s"] = one.prefill.busy_s
+        metrics[f"oppo/scorer/{name}_score_s"] = one.score.busy_s
+    return metrics

@@ -1,7 +1,7 @@
 """Agent loop workers that know whose tokens they make: identity, token versions, completion signal.
 
-`PPOTrainerOppo` names `AgentLoopManagerOppo` in `rollout.agent.agent_loop_manager_class`, where verl's task runner finds
-it. Works for every agent loop, since identity travels in a context variable and not through the loop's arguments. It
+`PPOTrainerOppo` names `AgentLoopManagerOppo` in `rollout.agent.agent_loop_manager_class`, where verl's task runner
+finds it. Works for every agent loop, since identity travels in a context variable and not through the loop's arguments. It
 does not know how a trajectory is trained.
 """
 

@@ -9,9 +9,11 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
@@ -19,18 +21,32 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
+from verl_oppo.control.chunk_size import make_chunk_size_policy
 from verl_oppo.control.overcommit import OvercommitController
-from verl_oppo.metrics import TrainedRow, ledger_metrics, staleness_metrics
+from verl_oppo.metrics import (
+    ExposedCall,
+    TrainedRow,
+    chunk_metrics,
+    ledger_metrics,
+    overlap_metrics,
+    staleness_metrics,
+)
 from verl_oppo.rollout.agent_loop import TOKEN_VERSIONS_KEY
 from verl_oppo.rollout.controller import RolloutControllerGroup, RolloutState
 from verl_oppo.rollout.partial import LLMServerClientOppo
+from verl_oppo.scoring.reward_loop import ScoreRecord
 from verl_oppo.trainer.health import HealthCheck
 from verl_oppo.trainer.replay_buffer import OppoReplayBuffer
-from verl_oppo.trainer.support import AGENT_LOOP_MANAGER, load_oppo_config
+from verl_oppo.trainer.streaming import FinalCall, IntraStepStream
+from verl_oppo.trainer.support import AGENT_LOOP_MANAGER, computes_in_float32, load_oppo_config
+from verl_oppo.trainer.verify import check_equal, largest_difference
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "oppo.json"
+
+PlainCall = Callable[..., KVBatchMeta]
+"""One of verl's own batch calls: (batch, metrics) -> batch, its output written to TransferQueue."""
 
 
 @register_trainer("oppo")
@@ -61,8 +77,18 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
             delta_dec=inter_step.delta_dec,
             window=inter_step.window,
         )
+        intra_step = self.oppo.intra_step
+        self.stream = IntraStepStream(config, self.oppo)
+        self.chunk_size = make_chunk_size_policy(
+            chunk_size=intra_step.chunk_size,
+            candidates=intra_step.candidates,
+            explore_period=intra_step.explore_period,
+            explore_steps=intra_step.explore_steps,
+        )
+        self._exposed: dict[str, ExposedCall] = {}
+        self._plain_s: dict[str, float] = {}
+        self._verified: dict[str, float] = {}
         self._health: HealthCheck | None = None
-        self._restored_state: dict[str, Any] | None = None
         super().__init__(config)
 
     # ---------------------------------- construction ----------------------------------
@@ -78,6 +104,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
             max_off_policy_strategy=sampler.max_off_policy_strategy,
             sampler_kwargs=sampler.sampler_kwargs,
             refill_fn=self._add_prompts_to_generate,
+            on_evicted=lambda uids: self.stream.forget(uids, self.config.actor_rollout_ref.rollout.n),
             filter_groups_metric=self._resolve_filter_groups_metric(),
         )
 
@@ -91,6 +118,15 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
                 most,
                 len(self.train_dataset),
             )
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        self.stream.replace_workers(self.role_worker_mapping)
+
+    def _setup(self) -> None:
+        with self.stream.hooks_into_setup():
+            super()._setup()
+        self.stream.connect(self)
 
     def get_llm_client(self) -> LLMServerClientOppo:
         """The resuming client; each agent loop worker holds its share of a replica's request slots."""
@@ -140,11 +176,21 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
 
     # ---------------------------------- around generation ----------------------------------
 
+    def on_sample_begin(self) -> None:
+        """Chunks flow while the engines decode."""
+        super().on_sample_begin()
+        self._exposed = {}
+        due = (self.config.trainer.save_freq, self.config.trainer.test_freq)
+        is_busy = any(freq > 0 and self.global_steps % freq == 0 for freq in due)
+        self._chunk = self.chunk_size.size(self.global_steps, busy=is_busy)
+        self.stream.begin(self._chunk)
+
     def on_sample_end(self) -> None:
-        """Abort what is unfinished (tokens kept by the client) and free the engines for training."""
+        """Abort what is unfinished (tokens kept by the client), free the engines, drain the stream."""
         waited = time.monotonic() - self.replay_buffer.waiting_since
         self.timing_raw.update(self.rollout_controller.call("mark_abort", waited))
         super().on_sample_end()
+        self.stream.end()
 
     def _check_health(self) -> None:
         if self._health is None:
@@ -157,6 +203,76 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
                 actors, controller=self.rollout_controller, stall_timeout_s=self.oppo.inter_step.stall_timeout_s
             )
         self._health.check()
+        self.stream.check()
+
+    # ---------------------------------- final calls ----------------------------------
+
+    def _balance_batch(self, batch: KVBatchMeta, metrics: dict, **kwargs: Any) -> KVBatchMeta:
+        """The first hook that sees the sampled batch: account for the reward's final calls, then verl's balancing."""
+        if self.stream.streams_reward:
+            call = self.stream.reward_call(batch)
+            if self._is_verify_step():
+                # A plain score must not find the streamed prefix in the scorer's cache.
+                self.stream.forget_rewards()
+                self._verify("reward", batch, "rm_scores", super()._compute_reward_colocate)
+            self._expose("reward", call)
+        return super()._balance_batch(batch, metrics=metrics, **kwargs)
+
+    def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if not self.stream.streams_critic:
+            return super()._compute_values(batch, metrics)
+        self._streamed_call("critic", batch, "values", super()._compute_values)
+        return batch
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if not self.stream.streams_reference:
+            return super()._compute_ref_log_prob(batch, metrics)
+        self._streamed_call("reference", batch, "ref_log_prob", super()._compute_ref_log_prob)
+        return batch
+
+    def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._update_critic(batch, metrics)
+        self.stream.critic_has_changed()
+        return batch
+
+    def _streamed_call(self, name: str, batch: KVBatchMeta, field: str, plain: PlainCall) -> None:
+        """The final call of a streamed scorer in place of verl's plain one, and both on a verify step."""
+        call = self.stream.final_call(name, batch)
+        rows = torch.nested.as_nested_tensor([torch.from_numpy(row) for row in call.outputs], layout=torch.jagged)
+        fields = TensorDict({field: rows}, batch_size=len(batch))
+        tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        if self._is_verify_step():
+            self._verify(name, batch, field, plain)
+        self._expose(name, call)
+
+    def _is_verify_step(self) -> bool:
+        every = self.oppo.intra_step.verify
+        return every > 0 and (self.global_steps - 1) % every == 0
+
+    def _verify(self, name: str, batch: KVBatchMeta, field: str, plain: PlainCall) -> None:
+        """Compute `field` the plain way too, time it and compare. The plain rows stay: they are the same."""
+        streamed = self._read_rows(batch, field)
+        started = time.monotonic()
+        plain(batch, metrics={})
+        self._plain_s[name] = time.monotonic() - started
+        rows, noise = self._read_rows(batch, field), None
+        if not computes_in_float32(self.config, name):
+            other_order = KVBatchMeta(partition_id=batch.partition_id, keys=batch.keys[::-1], tags=batch.tags[::-1])
+            plain(other_order, metrics={})
+            noise = largest_difference(rows, self._read_rows(batch, field))
+        self._verified[name] = check_equal(name, batch.keys, streamed, rows, noise)
+
+    def _read_rows(self, batch: KVBatchMeta, field: str) -> list[np.ndarray]:
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
+        return [row.float().numpy() for row in data[field].unbind()]
+
+    def _expose(self, name: str, call: FinalCall | ScoreRecord) -> None:
+        self._exposed[name] = ExposedCall(
+            seconds=call.seconds,
+            response_tokens=call.response_tokens,
+            cached_response_tokens=call.cached_response_tokens,
+            plain_s=self._plain_s.get(name),
+        )
 
     # ---------------------------------- after the update ----------------------------------
 
@@ -167,6 +283,8 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         metrics.update(staleness_metrics(rows, current_version=self.global_steps - 1))
         frozen = self.config.trainer.critic_warmup > self.global_steps
         self.overcommit.observe(reward, frozen=frozen)
+        if self.stream.active:
+            metrics.update(self._stream_metrics(batch, timing_raw))
         state: RolloutState = self.rollout_controller.call("state")
         metrics.update(ledger_metrics(state.ledger))
         metrics.update(
@@ -180,6 +298,18 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         )
         return batch
 
+    def _stream_metrics(self, batch: KVBatchMeta, timing_raw: dict) -> dict[str, float]:
+        """Metrics of intra-step overlap; the tuner learns what the step's chunk size cost."""
+        size = self.config.actor_rollout_ref.rollout.response_length if self._chunk is None else self._chunk
+        metrics = chunk_metrics(self.stream.stats(), size) | overlap_metrics(self._exposed)
+        metrics |= {f"oppo/verify/{name}_difference": value for name, value in self._verified.items()}
+        self._verified = {}
+        # The reward's final calls end before the batch is sampled, so generation time holds them already.
+        waited = sum(call.seconds for name, call in self._exposed.items() if name != "reward")
+        tokens = sum(tag["response_len"] for tag in batch.tags if not tag.get("is_padding", False))
+        self.chunk_size.observe(self.global_steps, (timing_raw["gen"] + waited) / tokens)
+        return metrics
+
     def _read_trained_rows(self, batch: KVBatchMeta) -> tuple[list[TrainedRow], float]:
         """The step's real rows, and R_t: the mean unpenalised score a prompt, DAPO-filtered groups counted."""
         keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
@@ -189,7 +319,8 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
             fields.append("rollout_log_probs")
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
         rows, rewards = [], {}
-        for index, (key, extra) in enumerate(zip(keys, data["extra_fields"].tolist(), strict=True)):
+        for index, (key, extra) in enumerate(zip(keys, list(data["extra_fields"]), strict=True)):
+            extra = getattr(extra, "data", extra)  # Plain or wrapped, depending on the backend of TransferQueue.
             probs_diff = None
             if keeps_log_probs:
                 probs_diff = (data["old_log_probs"][index].exp() - data["rollout_log_probs"][index].exp()).abs().numpy()
@@ -208,6 +339,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         state = {
             "admission": self.rollout_controller.call("state_dict"),
             "overcommit": self.overcommit.state_dict(),
+            "chunk_size": self.chunk_size.state_dict(),
         }
         path = os.path.join(folder, STATE_FILE)
         with open(f"{path}.tmp", "w") as file:
@@ -227,6 +359,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
             state = json.load(file)
         self.rollout_controller.call("load_state_dict", state["admission"])
         self.overcommit.load_state_dict(state["overcommit"])
+        self.chunk_size.load_state_dict(state["chunk_size"])
 
     def _resumed_folder(self) -> str:
         trainer = self.config.trainer

@@ -40,13 +40,22 @@ class OppoReplayBuffer(ReplayBufferAsync):
     Args:
         controller: the rollout controller's worker group.
         check_health: called about every `POLL_INTERVAL_S` while waiting; raises when a wait can no longer end.
+        on_evicted: told the uids of evicted groups, whose cached prefixes are of no use any more.
         **kwargs: as `verl.trainer.ppo.v1.replay_buffer.ReplayBuffer`.
     """
 
-    def __init__(self, *, controller: RolloutControllerGroup, check_health: Callable[[], None], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        controller: RolloutControllerGroup,
+        check_health: Callable[[], None],
+        on_evicted: Callable[[list[str]], None] = lambda uids: None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(poll_interval=POLL_INTERVAL_S, **kwargs)
         self._controller = controller
         self._check_health = check_health
+        self._on_evicted = on_evicted
         self._num_completions_seen = -1
         self._num_failed_in_a_row = 0
         self._finished_before: set[str] = set()
@@ -56,7 +65,7 @@ class OppoReplayBuffer(ReplayBufferAsync):
         self.filtered_rewards: list[float] = []
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        """Sample `batch_size` groups; as verl's, and `filtered_rewards` holds the DAPO-filtered groups' mean rewards."""
+        """As verl's; afterwards `filtered_rewards` holds the mean rewards of the groups that DAPO filtered."""
         self._global_steps = global_steps
         if partition_id != "val":
             self.waiting_since = time.monotonic()
@@ -91,6 +100,7 @@ class OppoReplayBuffer(ReplayBufferAsync):
         self, global_steps: int, partition_id: str, eviction_reasons: EvictionReasons
     ) -> tuple[set[str], int, int, dict]:
         stale, filtered, failed, _ = eviction_reasons
+        finished = set(self.finished_keys[partition_id])
         self.filtered_rewards.extend(self._mean_rewards(partition_id, filtered))
         evicted = super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
         remaining = set(evicted[0])
@@ -98,8 +108,9 @@ class OppoReplayBuffer(ReplayBufferAsync):
             if uids & remaining:
                 self._controller.call("evict", sorted(uids & remaining), reason=reason)
                 remaining -= uids
+        self._on_evicted(sorted(evicted[0]))
         if partition_id != "val":
-            self._stop_on_endless_failure(partition_id, num_failed=len(failed))
+            self._stop_on_endless_failure(finished, num_failed=len(failed))
         return evicted
 
     def _mean_rewards(self, partition_id: str, uids: set[str]) -> list[float]:
@@ -113,10 +124,11 @@ class OppoReplayBuffer(ReplayBufferAsync):
             rewards.setdefault(key.split("_")[0], []).append(float(scores.sum()))
         return [float(np.mean(values)) for values in rewards.values()]
 
-    def _stop_on_endless_failure(self, partition_id: str, num_failed: int) -> None:
-        if not self.finished_keys[partition_id] <= self._finished_before:
+    def _stop_on_endless_failure(self, finished: set[str], num_failed: int) -> None:
+        """A group that finished breaks the row, filtered and stale ones included."""
+        if not finished <= self._finished_before:
             self._num_failed_in_a_row = 0
-        self._finished_before = set(self.finished_keys[partition_id])
+        self._finished_before = finished
         self._num_failed_in_a_row += num_failed
         if self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW:
             last_error = self._controller.call("state").last_error

@@ -1,7 +1,7 @@
 """The support matrix: what trainer mode `oppo` refuses at start, each with its reason.
 
-Called by the entry before Ray starts and by `PPOTrainerOppo` again inside its actor. It reads verl's resolved config; the
-values of `trainer.v1.oppo.*` themselves are checked in `config.schema`.
+Called by the entry before Ray starts and by `PPOTrainerOppo` again inside its actor. It reads verl's resolved config;
+the values of `trainer.v1.oppo.*` themselves are checked in `config.schema`.
 """
 
 import logging
@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 AGENT_LOOP_MANAGER = "verl_oppo.rollout.agent_loop.AgentLoopManagerOppo"
 ROLLOUT_ENGINES = ("vllm", "sglang")
+FLOAT32 = ("fp32", "float32", "float")
 
 
 def load_oppo_config(config: DictConfig) -> OppoConfig:
@@ -100,3 +101,12 @@ def _check_staleness(config: DictConfig, oppo: OppoConfig) -> None:
             "skip.rollout_tq.enable is True; allowed with oppo only for delta 0 "
             "(trainer.v1.oppo.inter_step.enable=False): verl replays whole batches of train_batch_size prompts"
         )
+
+
+def computes_in_float32(config: DictConfig, name: str) -> bool:
+    """Whether the engine of a streamed scorer (reward, critic, reference) computes its forwards in float32."""
+    if name == "reward":
+        return config.reward.reward_model.rollout.dtype in FLOAT32
+    engine = config.critic.fsdp if name == "critic" else config.actor_rollout_ref.ref.fsdp_config
+    precision = engine.get("mixed_precision", None) or {}
+    return precision.get("param_dtype", "bf16") in FLOAT32
