@@ -132,17 +132,21 @@ class AdmissionController:
         target = min(self._batch_size + delta, self._batch_size * steps_left)
         return max(0, target - len(self._outstanding))
 
-    def admit(self, uids: Sequence[str], *, step: int) -> None:
+    def admit(self, uids: Sequence[str], *, step: int, restored: bool = False) -> None:
         """Counts new prompts as submitted, in this order, at training step ``step``.
+
+        Prompts ``restored`` from a checkpoint exist already, so ``capacity`` cannot refuse them: as after
+        ``load_state_dict``, what is over the deferral bound is due at once.
 
         Raises:
             ValueError: if a uid is known already, or more than ``capacity`` prompts would be outstanding. Nothing is
                 admitted then.
         """
-        known = [uid for uid in uids if uid in self._outstanding or uid in self._retired]
-        if known or len(set(uids)) != len(uids):
-            raise ValueError(f"a uid is admitted once only; known or repeated: {known or _repeated(uids)}")
-        if len(self._outstanding) + len(uids) > self.capacity:
+        seen = self._outstanding.keys() | self._retired.keys()
+        known = [uid for uid, count in Counter(uids).items() if count > 1 or uid in seen]
+        if known:
+            raise ValueError(f"a uid is admitted once only; known or repeated: {known}")
+        if not restored and len(self._outstanding) + len(uids) > self.capacity:
             raise ValueError(
                 f"{len(uids)} new prompts and {len(self._outstanding)} outstanding exceed batch_size * "
                 f"(1 + max_deferrals) = {self.capacity}; admit at most num_to_admit()"
@@ -392,7 +396,3 @@ class AdmissionController:
         if prompt is None:
             raise ValueError(f"prompt {uid!r} is neither outstanding nor lately retired")
         return prompt
-
-
-def _repeated(uids: Sequence[str]) -> list[str]:
-    return [uid for uid, count in Counter(uids).items() if count > 1]
