@@ -91,7 +91,13 @@ class RolloutController(Worker):
 
     @_one_call
     async def ready(self, sampleable: list[str]) -> bool:
-        return self.admission.ready(sampleable)
+        is_ready = self.admission.ready(sampleable)
+        if is_ready:
+            # A poll may see a status before the event about it arrives.
+            now = time.monotonic()
+            self._batch_complete_at = self._batch_complete_at or now
+            self._ready_at = self._ready_at or now
+        return is_ready
 
     @_one_call
     async def select(self, sampleable: list[str], step: int) -> list[str]:
@@ -156,7 +162,12 @@ class RolloutController(Worker):
 
     @_one_call
     async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.admission.load_state_dict(state)
+        # verl restarts what was in flight from scratch: it has no tokens, but it keeps its age.
+        prompts = [{**prompt, "started": False} for prompt in state["outstanding"]]
+        self.admission.load_state_dict({**state, "outstanding": prompts})
+        self._completed = {prompt["uid"] for prompt in state["outstanding"] if prompt["completed"] is not None}
+        self._carried_tokens = {}
+        self._restamp()
 
     @_one_call
     async def reconcile(self, uids: list[str], step: int) -> dict[str, list[str]]:
@@ -165,7 +176,7 @@ class RolloutController(Worker):
         added = [uid for uid in uids if uid not in outstanding]
         removed = sorted(outstanding - set(uids))
         if added:
-            self.admission.admit(added, step=step)
+            self.admission.admit(added, step=step, restored=True)
         if removed:
             self.admission.evict(removed, reason="not_in_checkpoint")
             self._retire(removed)
@@ -206,6 +217,9 @@ class RolloutController(Worker):
         for uid in uids:
             self._completed.discard(uid)
             self._carried_tokens.pop(uid, None)
+        self._restamp()
+
+    def _restamp(self) -> None:
         self._batch_complete_at = self._ready_at = None
         self._stamp_if_ready()
 
@@ -224,7 +238,8 @@ class RolloutControllerGroup:
     """
 
     def __init__(self, *, batch_size: int, max_deferrals: int, device_name: str) -> None:
-        pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, name_prefix="oppo_controller")
+        # verl's random name for the pool: a fixed one would allow one controller a Ray job.
+        pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
         cls = RayClassWithInitArgs(
             cls=ray.remote(RolloutController), batch_size=batch_size, max_deferrals=max_deferrals
         )
