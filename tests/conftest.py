@@ -1,25 +1,83 @@
-"""What all tests share: offline, single-threaded, no time limits in property tests, end-to-end runs last."""
+"""What all tests share: verl on our CPU platform, offline, single-threaded, no time limits in property tests, one Ray,
+end-to-end runs last."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+if TYPE_CHECKING:
+    from verl_oppo.rollout.controller import RolloutControllerGroup
+
 # Before any test imports torch or transformers, which read them once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Before any test imports verl, which fixes its platform on first use.
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_oppo.platform.cpu")
 
 # A busy machine makes any example slow; that is no finding.
 settings.register_profile("verl_oppo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl_oppo")
 
-E2E = Path(__file__).parent / "e2e"
+ROOT = Path(__file__).resolve().parent.parent
+E2E = ROOT / "tests" / "e2e"
+SHARED_RAY = "shared_ray"
+modules_on_shared_ray: set[Path] = set()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what lies in tests/e2e and moves it to the end, the order otherwise kept."""
+    """Moves the modules on the shared Ray behind the others, and tests/e2e, which it marks, behind everything."""
     for item in items:
         if E2E in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+        elif SHARED_RAY in item.fixturenames:
+            modules_on_shared_ray.add(item.path)
+    items.sort(key=lambda item: (item.get_closest_marker("e2e") is not None, item.path in modules_on_shared_ray))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the shared Ray after the last module on it: others start their own, and training needs the memory."""
+    if item.path in modules_on_shared_ray and (nextitem is None or nextitem.path not in modules_on_shared_ray):
+        import ray
+
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared_ray() -> None:
+    """A local Ray that outlives the module, for the next one that asks; it counts cores that need not exist."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    # Ray's processes inherit it; its sockets need a short path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    folder = tempfile.mkdtemp(prefix="r_", dir="/tmp")
+    ray.init(address="local", num_cpus=32, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def controller_group(shared_ray: None) -> "Iterator[RolloutControllerGroup]":
+    """A rollout controller in a process of its own: batches of 2 prompts, each deferred twice at most."""
+    import ray
+
+    from verl_oppo.rollout.controller import RolloutControllerGroup
+
+    group = RolloutControllerGroup(batch_size=2, max_deferrals=2, device_name="cpu")
+    yield group
+    ray.kill(group.handle)
+
+
+@pytest.fixture
+def controller(controller_group: "RolloutControllerGroup") -> "RolloutControllerGroup":
+    """The module's controller with an empty ledger."""
+    from verl_oppo.control.admission import AdmissionController
+
+    controller_group.call("load_state_dict", AdmissionController(batch_size=2, max_deferrals=2).state_dict())
+    return controller_group
