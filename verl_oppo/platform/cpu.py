@@ -52,6 +52,16 @@ def process_group_names_the_cpu_once(module: ModuleType) -> None:
     module.initialize_global_process_group_ray = initialize_global_process_group_ray
 
 
+@shim("verl.utils.fsdp_utils")
+def fsdp_parameters_are_where_they_are_used(module: ModuleType) -> None:
+    """Moving a module's parameters to the device does nothing.
+
+    Answers verl/utils/fsdp_utils.py:229 (`load_fsdp_model_to_gpu`). Without it FSDP1 fails in the first weight sync:
+    verl joins device name and index to "cpu:cpu", which torch refuses.
+    """
+    module.load_fsdp_model_to_gpu = lambda model: None
+
+
 @shim("verl.workers.engine.fsdp.transformer_impl")
 def fsdp_engines_for_cpu(module: ModuleType) -> None:
     """verl's FSDP engines are registered for the device "cpu", with `CpuFSDPEngineMixin` before them.

@@ -32,7 +32,8 @@ class CpuDeviceModule(ModuleType):
         return psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # The kernel updates the peak with a delay, so it may lag behind the current size.
+        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, self.memory_allocated())
 
     memory_reserved = memory_allocated
     max_memory_reserved = max_memory_allocated

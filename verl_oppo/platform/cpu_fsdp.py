@@ -35,6 +35,23 @@ def flash_attention_as_sdpa() -> Iterator[None]:
         PreTrainedModel.get_correct_attn_implementation = resolve
 
 
+@contextmanager
+def fsdp1_synchronises_cpu_modules() -> Iterator[None]:
+    """While a module is wrapped, FSDP1 broadcasts the parameters of rank 0 over gloo although they are on the CPU.
+
+    verl passes `sync_module_states=True` (verl/workers/engine/fsdp/transformer_impl.py:444), which
+    torch/distributed/fsdp/_init_utils.py:1176 refuses for CPU modules with a ValueError; the broadcast itself works.
+    """
+    from torch.distributed.fsdp import _init_utils
+
+    refuse = _init_utils._check_module_states_for_sync_module_states
+    _init_utils._check_module_states_for_sync_module_states = lambda module_states: None
+    try:
+        yield
+    finally:
+        _init_utils._check_module_states_for_sync_module_states = refuse
+
+
 class CpuFSDPEngineMixin:
     """To stand before verl's `FSDPEngine`: no flash attention, and no offloading of parameters to where they are."""
 
@@ -51,6 +68,7 @@ class CpuFSDPEngineMixin:
         engine_config = self.engine_config
         self.engine_config = dataclasses.replace(engine_config, forward_only=False, offload_policy=False)
         try:
-            return super()._build_fsdp_module(module)
+            with fsdp1_synchronises_cpu_modules():
+                return super()._build_fsdp_module(module)
         finally:
             self.engine_config = engine_config

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl_oppo.platform.shims import apply_registered_shims, cpu_platform_selected, shim
+from verl_oppo.platform.shims import apply_registered_shims, shim
 
 QUEUE_POLL_S = 0.0002
 
@@ -100,8 +100,7 @@ _vllm_run_engine_core: Callable[..., None] | None = None
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """`EngineCoreProc.run_engine_core` with the shims in place; runs in the spawned engine core."""
-    if cpu_platform_selected():
-        apply_registered_shims()
+    apply_registered_shims()
     import vllm.v1.engine.core  # noqa: F401  (its shim sets the original)
 
     assert _vllm_run_engine_core is not None, "vllm.v1.engine.core was imported without its shim"

@@ -27,7 +27,11 @@ receiver_calls: dict[str, Future] = {}
 
 
 class WatchedSocket:
-    """A ZMQ socket whose `recv` ends with an error when the peer's call has ended, or when the deadline has passed."""
+    """A ZMQ socket that waits for its peer only while the peer's call is pending, and not beyond the deadline.
+
+    `send_pyobj` and `recv` raise whatever the peer's call raised, RuntimeError when that call has returned although an
+    answer is due, and TimeoutError when the peer takes longer than `SYNC_TIMEOUT_S`.
+    """
 
     def __init__(self, socket: zmq.Socket, peer_call: Future | None, waits_for: str) -> None:
         self._socket = socket
@@ -37,24 +41,24 @@ class WatchedSocket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
 
-    def recv(self) -> bytes:
-        """The next message.
+    def send_pyobj(self, message: Any) -> None:
+        self._wait_until_ready(zmq.POLLOUT)  # a REQ socket without a peer blocks on sending
+        self._socket.send_pyobj(message)
 
-        Raises:
-            TimeoutError: nothing came within `SYNC_TIMEOUT_S`.
-            RuntimeError: the peer's call returned without a message.
-            Exception: whatever the peer's call raised.
-        """
+    def recv(self) -> bytes:
+        self._wait_until_ready(zmq.POLLIN)
+        return self._socket.recv()
+
+    def _wait_until_ready(self, event: int) -> None:
         deadline = time.monotonic() + SYNC_TIMEOUT_S
-        while not self._socket.poll(POLL_MS):
+        while not self._socket.poll(POLL_MS, event):
             if self._peer_call is not None and self._peer_call.done():
                 self._peer_call.result()
-                if not self._socket.poll(POLL_MS):
-                    raise RuntimeError(f"{self._waits_for}: the receiver has returned without one")
-                break
+                if self._socket.poll(POLL_MS, event):
+                    return
+                raise RuntimeError(f"{self._waits_for}, but its call has returned")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{self._waits_for}: none within {SYNC_TIMEOUT_S:.0f} s")
-        return self._socket.recv()
+                raise TimeoutError(f"{self._waits_for}: no answer within {SYNC_TIMEOUT_S:g} s")
 
 
 class WatchingSenderMixin:
@@ -65,7 +69,7 @@ class WatchingSenderMixin:
         self.socket = WatchedSocket(
             self.socket,
             receiver_calls.get(self.zmq_handle),
-            f"weight sync waits for an acknowledgement of vLLM's worker on {self.zmq_handle}",
+            f"weight sync waits for vLLM's worker on {self.zmq_handle}",
         )
 
 
@@ -100,7 +104,7 @@ class CopyingReceiverMixin:
             super().receive_weights(apply_copies)
         except zmq.Again as error:
             raise TimeoutError(
-                f"weight sync waits for weights on {self.zmq_handle}: none within {SYNC_TIMEOUT_S:.0f} s"
+                f"weight sync waits for weights on {self.zmq_handle}: none within {SYNC_TIMEOUT_S:g} s"
             ) from error
         if failure is not None:
             raise failure
