@@ -1,7 +1,7 @@
 """A checkpoint callback that writes what a step trained to `<checkpoint>/recorded.json`, read back by the e2e tests.
 
-Named in `trainer.checkpoint_callback_class`; runs inside the trainer's actor, after the update and before verl clears the
-rows. Works with every trainer mode, since it uses verl's own hook.
+Named in `trainer.checkpoint_callback_class`; runs inside the trainer's actor, after the update and before verl clears
+the rows. Works with every trainer mode, since it uses verl's own hook.
 """
 
 import json

@@ -5,8 +5,8 @@ colocated, so every run scores the replayed responses itself: verl computes thos
 holds none.
 
 Tolerance: the runs do the same float32 arithmetic on the same rows. Rows may reach a micro batch in another order (they
-are sorted by length, ties by arrival), which changes the order of sums: 1e-4 relative for losses and gradient norms after
-some updates, 1e-5 for what is computed row by row from equal weights.
+are sorted by length, ties by arrival), which changes the order of sums: 1e-4 relative for losses and gradient norms
+after some updates, 1e-5 for what is computed row by row from equal weights.
 """
 
 import shutil
