@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from e2e_runs import Run, assert_finished, train
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf, open_dict
-from runs import Run, assert_finished, train
 
 import verl_oppo.main_ppo  # noqa: F401  Registers the resolver of the demo's assets.
 
@@ -33,7 +33,7 @@ def overrides(folder: Path) -> list[str]:
     return [
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.save_freq=1",
-        "trainer.checkpoint_callback_class=recorder.Recorder",
+        "trainer.checkpoint_callback_class=e2e_recorder.Recorder",
         "data.shuffle=false",
         "reward.custom_reward_function.path=null",
         "reward.reward_model.enable=true",

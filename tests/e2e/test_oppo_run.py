@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import Run, assert_finished, train
+from e2e_runs import Run, assert_finished, train
 
 NUM_STEPS = 6
 RESUMED_FROM = 4
@@ -19,7 +19,7 @@ SETTINGS = (
     "trainer.save_freq=1",
     "trainer.test_freq=3",
     "data.val_max_samples=16",
-    "trainer.checkpoint_callback_class=recorder.Recorder",
+    "trainer.checkpoint_callback_class=e2e_recorder.Recorder",
     "trainer.v1.oppo.inter_step.delta_init=6",
     "trainer.v1.oppo.intra_step.critic=true",
     "trainer.v1.oppo.intra_step.reference=true",

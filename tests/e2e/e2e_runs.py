@@ -34,7 +34,7 @@ class Run:
         return [record["data"] for record in map(json.loads, lines) if "training/global_step" in record["data"]]
 
     def recorded(self, step: int) -> dict[str, Any]:
-        """What `recorder.Recorder` wrote at this step's checkpoint."""
+        """What `e2e_recorder.Recorder` wrote at this step's checkpoint."""
         return json.loads((self.folder / "checkpoints" / f"global_step_{step}" / "recorded.json").read_text())
 
     def trained_rows(self, step: int) -> dict[str, dict[str, Any]]:
@@ -68,10 +68,9 @@ def train(
         "++ray_kwargs.ray_init.address=local",
         *overrides,
     ]
-    python_path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     environment = {
         **os.environ,
-        "PYTHONPATH": python_path,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
         "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
         "HYDRA_FULL_ERROR": "1",
         **(env or {}),
