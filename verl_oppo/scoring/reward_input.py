@@ -10,6 +10,7 @@ the final input confirms (see `scorer`).
 
 from __future__ import annotations
 
+import os.path
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,12 +76,21 @@ class RewardInput:
     def render_open(self, messages: Messages, response: str, opening: str = "") -> str:
         """The input up to the end of an unfinished response; empty if the template does not show it.
 
+        Space at its end is left out: templates trim a response, and tokenizers join space with what follows.
         `opening`: the end of the actor's prompt. Where it or the response leaves the reasoning open, the input is the
-        one of a response that will close it.
+        one of a response that will close it; where it may still be opened, what both have in common.
         """
-        before = opening + response
-        is_thinking = before.rfind(THINK) > before.rfind(END_OF_THINK.strip())
-        text = self.render(messages, response + MARK + (END_OF_THINK + MARK if is_thinking else ""))
+        response, before = response.rstrip(), opening + response
+        closing = END_OF_THINK + MARK
+        if before.rfind(THINK) > before.rfind(END_OF_THINK.strip()):
+            return self._render_until_mark(messages, response, closing)
+        plain = self._render_until_mark(messages, response)
+        if not THINK.startswith(response.strip()):
+            return plain
+        return os.path.commonprefix([plain, self._render_until_mark(messages, response, closing)])
+
+    def _render_until_mark(self, messages: Messages, response: str, following: str = "") -> str:
+        text = self.render(messages, response + MARK + following)
         return text[: max(0, text.find(MARK))]
 
     def response_span(self, messages: Messages, input_ids: np.ndarray) -> tuple[int, int]:
@@ -165,7 +175,7 @@ class RewardInputTranslator:
         offset, new = growing.send(ids)
         return [Chunk(chunk.trajectory_id, offset, new)] if len(new) else []
 
-    def drop(self, trajectory_ids: Iterable[str]) -> None:
+    def forget(self, trajectory_ids: Iterable[str]) -> None:
         """These are over; unknown ids are fine. A prompt stays, for its other trajectories, until it is the oldest."""
         for trajectory_id in trajectory_ids:
             self._trajectories.pop(trajectory_id, None)

@@ -20,7 +20,6 @@ from verl import DataProto
 from verl.experimental.reward_loop import reward_loop
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import RewardModelConfig
 
 from verl_oppo.scoring import reward_support
@@ -237,7 +236,7 @@ def build_reward_worker_group(
     `reward_support.reward_scorer_settings`. Raises ValueError for a reward model that cannot be served.
     """
     worker_config = reward_worker_config(
-        omega_conf_to_dataclass(config.reward.reward_model),
+        config.reward.reward_model,
         engine=engine_overrides(config),
         model=model_overrides(config),
     )
