@@ -134,7 +134,7 @@ def test_a_missing_path_is_refused(folder):
 
 @pytest.mark.parametrize("reward", ["auto", "vllm"])
 def test_a_reward_context_that_is_too_short_is_refused(folder, reward):
-    needed = required_context(models.compose(folder))
+    needed = required_context(models.compose(folder)) + 1
     assert resolve(folder, reward, KEEP, f"{ROLLOUT}.max_model_len={needed}") == "vllm"
     with pytest.raises(ValueError, match=rf"max_model_len is {needed - 1}, allowed is {needed} or more"):
         resolve(folder, reward, KEEP, f"{ROLLOUT}.max_model_len={needed - 1}")

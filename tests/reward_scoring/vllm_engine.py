@@ -108,8 +108,10 @@ async def stream(engine: AsyncLLM, folder: Path) -> dict[str, Any]:
     await target.prefill([[Chunk("wrong_0", 0, np.concatenate([final[-1][:300], final[2]]))]])
     scored = await service.score("reward", [Trajectory(*pair) for pair in zip(names, final, strict=True)])
     wrong = await service.score("reward", [Trajectory("wrong_0", final[-1])])
-    too_long = await error_of(service.score("reward", [Trajectory("long_0", np.resize(final[-1], CONTEXT + 1))]))
+    too_long = await error_of(service.score("reward", [Trajectory("long_0", np.resize(final[-1], CONTEXT))]))
     over = await target.prefill([[Chunk("over_0", 0, np.resize(final[-1], CONTEXT + 200))]])
+    longest = np.resize(final[-1], CONTEXT - 1)
+    full = await service.score("reward", [Trajectory("full_0", longest)])
     still_served = await service.score("reward", [Trajectory("again_0", final[0])])
     return {
         "info": vars(info),
@@ -124,6 +126,8 @@ async def stream(engine: AsyncLLM, folder: Path) -> dict[str, Any]:
         "wrong_cached": wrong[0].cached_tokens,
         "too_long": too_long,
         "over": over[0].cached,
+        "full": full[0].last,
+        "full_plain": await plain_score(engine, longest),
         "again": still_served[0].last,
         "failure": None if service._consumers["reward"].pump.failure is None else "broken",
         "final": [ids.tolist() for ids in final],

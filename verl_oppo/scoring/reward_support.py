@@ -23,6 +23,7 @@ from verl_oppo.config.schema import INTRA_STEP, OppoConfig
 from verl_oppo.scoring import support
 from verl_oppo.scoring.reward_input import RewardInput
 from verl_oppo.scoring.scorer import ScorerSettings
+from verl_oppo.scoring.vllm_reward import UNUSABLE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -181,12 +182,12 @@ def _check_context(config: DictConfig, hf_config: PretrainedConfig, kind: str) -
         return
     max_model_len = config.reward.reward_model.rollout.get("max_model_len", None)
     context = get_max_position_embeddings(hf_config) if max_model_len is None else max_model_len
-    if required > context:
+    if required + UNUSABLE_TOKENS > context:
         raise _refusal(
             f"{REWARD_MODEL}.rollout.max_model_len",
             context,
-            f"{required} or more: actor_rollout_ref.rollout.prompt_length, response_length and the reward model's "
-            "chat template have to fit, or its server fails on every long trajectory",
+            f"{required + UNUSABLE_TOKENS} or more: actor_rollout_ref.rollout.prompt_length, response_length and the "
+            "reward model's chat template have to fit, or its server fails on every long trajectory",
         )
 
 

@@ -20,6 +20,10 @@ from verl_oppo.scoring.growing_text import extended
 from verl_oppo.scoring.prefix_cache import as_ids
 from verl_oppo.scoring.scorer import CallReport, Chunk, PrefillReply, Scored, ScoreReply, Trajectory
 
+UNUSABLE_TOKENS = 1
+"""Of `max_model_len`: vLLM's scheduler keeps a place for a sampled token (`Scheduler.schedule`, `num_new_tokens`), also
+of a request that samples none. One of the full length whose prefill is chunked is never finished and never refused."""
+
 
 @dataclass(frozen=True)
 class RewardServerInfo:
@@ -27,7 +31,8 @@ class RewardServerInfo:
 
     block_size: int
     """Tokens of a block of its prefix cache: only full blocks are found again."""
-    max_model_len: int
+    longest_input: int
+    """Tokens of the longest input it answers."""
     caches_prefixes: bool
     """False for models whose attention or pooling looks ahead: streaming would hide nothing."""
     classifies: bool
@@ -112,7 +117,7 @@ class VllmRewardTarget:
         info = self._infos[rank]
         due = {}
         for name in names:
-            length = min(len(self._known[name]), info.max_model_len)
+            length = min(len(self._known[name]), info.longest_input)
             length -= length % info.block_size
             if length > self._prefilled.get(name, 0):
                 due[name] = self._known[name][:length]

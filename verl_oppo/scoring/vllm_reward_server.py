@@ -17,7 +17,7 @@ from vllm.inputs import TokensPrompt
 from vllm.outputs import PoolingRequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from verl_oppo.scoring.vllm_reward import RewardServerInfo
+from verl_oppo.scoring.vllm_reward import UNUSABLE_TOKENS, RewardServerInfo
 
 
 class RewardServerMethods:
@@ -33,7 +33,7 @@ class RewardServerMethods:
         config = self.engine.vllm_config
         return RewardServerInfo(
             block_size=config.cache_config.block_size,
-            max_model_len=config.model_config.max_model_len,
+            longest_input=self._longest_input(),
             caches_prefixes=bool(config.cache_config.enable_prefix_caching),
             classifies="classify" in await self.engine.get_supported_tasks(),
         )
@@ -48,15 +48,18 @@ class RewardServerMethods:
 
         Raises ValueError, naming the trajectory, if they do not fit into the model's context.
         """
-        longest = self.engine.model_config.max_model_len
+        longest = self._longest_input()
         if not 1 <= len(ids) <= longest:
             raise ValueError(
                 f"trajectory {trajectory_id}: the reward model's input has {len(ids)} tokens, allowed is 1 to "
-                f"{longest} (reward.reward_model.rollout.max_model_len)"
+                f"{longest} (reward.reward_model.rollout.max_model_len is {longest + UNUSABLE_TOKENS})"
             )
         output = await self._classify(trajectory_id, ids)
         # The last label, as verl's reward loop takes it; a reward model has one.
         return float(output.outputs.data[-1]), output.num_cached_tokens
+
+    def _longest_input(self) -> int:
+        return self.engine.model_config.max_model_len - UNUSABLE_TOKENS
 
     async def _classify(self, trajectory_id: str, ids: np.ndarray) -> PoolingRequestOutput:
         """The request behind `POST /classify` with `use_activation: false`, which is verl's."""
