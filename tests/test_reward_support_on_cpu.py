@@ -13,7 +13,7 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 sys.path.insert(0, str(Path(__file__).parent / "reward_scoring"))
 
-import models
+import reward_models as models
 
 from verl_oppo.config.schema import IntraStepConfig, OppoConfig
 from verl_oppo.demo.models import ModelSettings, build_actor, build_classifier

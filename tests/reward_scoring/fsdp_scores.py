@@ -16,7 +16,7 @@ cpu.export_environment()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from models import MESSAGES, actor_prompt, hf_score, responses, save_reward_model, save_tokenizers  # noqa: E402
+from reward_models import MESSAGES, actor_prompt, hf_score, responses, save_reward_model, save_tokenizers  # noqa: E402
 from verl.workers.config import RewardModelConfig, RolloutConfig  # noqa: E402
 
 from verl_oppo.scoring.reward_input import RewardInput, RewardInputTranslator  # noqa: E402

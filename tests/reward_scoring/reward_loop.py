@@ -19,7 +19,8 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import ray  # noqa: E402
 import torch  # noqa: E402
-from models import (  # noqa: E402
+from omegaconf import DictConfig  # noqa: E402
+from reward_models import (  # noqa: E402
     MESSAGES,
     actor_prompt,
     compose,
@@ -28,7 +29,6 @@ from models import (  # noqa: E402
     save_reward_model,
     save_tokenizers,
 )
-from omegaconf import DictConfig  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from verl import DataProto  # noqa: E402
 from verl.single_controller.ray import RayResourcePool  # noqa: E402

@@ -18,7 +18,7 @@ from verl_oppo.platform import cpu
 cpu.export_environment()
 
 import numpy as np  # noqa: E402
-from models import MESSAGES, actor_prompt, hf_score, responses, save_reward_model, save_tokenizers  # noqa: E402
+from reward_models import MESSAGES, actor_prompt, hf_score, responses, save_reward_model, save_tokenizers  # noqa: E402
 from vllm import PoolingParams  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.inputs import TokensPrompt  # noqa: E402
