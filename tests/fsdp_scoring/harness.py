@@ -1,8 +1,7 @@
 """Tiny models, verl workers around them, and verl's plain path, for the cases."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from verl.workers.config import (
     RolloutConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine.fsdp import transformer_impl
 
 from verl_oppo.scoring.scorer import Chunk, PrefillReply, Scored, ScoreReply, ScorerSettings, Trajectory
 from verl_oppo.scoring.workers import (
@@ -68,9 +66,6 @@ def save_models(folder: Path) -> None:
     Qwen2ForSequenceClassification(scalar).save_pretrained(folder / "reward")
     Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=2)).save_pretrained(folder / "two_labels")
     Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(folder / "language")
-    tied = SIZES | {"tie_word_embeddings": True}
-    Qwen2ForTokenClassification(Qwen2Config(**tied, num_labels=1)).save_pretrained(folder / "value_tied")
-    Qwen2ForCausalLM(Qwen2Config(**tied)).save_pretrained(folder / "language_tied")
     Qwen3MoeForCausalLM(moe).save_pretrained(folder / "moe")
     save_headless(folder / "reward", folder / "headless")
 
@@ -124,23 +119,6 @@ def trainer_config(folder: Path) -> DictConfig:
         )
 
 
-class UnsyncedFSDP(transformer_impl.FSDP):
-    """FSDP1 that takes each rank's weights as they are: broadcasting them needs an accelerator."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"sync_module_states": False})
-
-
-@contextmanager
-def fsdp1_on_cpu() -> Iterator[None]:
-    """verl's FSDP1 on gloo, for models with tied embeddings: of those verl loads the weights on every rank."""
-    transformer_impl.FSDP, original = UnsyncedFSDP, transformer_impl.FSDP
-    try:
-        yield
-    finally:
-        transformer_impl.FSDP = original
-
-
 class Rank:
     """What the cases of one rank share. Sequences differ from rank to rank; their number does not."""
 
@@ -153,11 +131,11 @@ class Rank:
         self._builders: dict[str, Callable[[], ScoringTrainingWorker]] = {
             "critic": lambda: self._build(CriticWorkerOppo, "value"),
             "critic_trained": lambda: self._build(CriticWorkerOppo, "value"),
-            "critic_fsdp1": lambda: self._build(CriticWorkerOppo, "value_tied", strategy="fsdp"),
+            "critic_fsdp1": lambda: self._build(CriticWorkerOppo, "value", strategy="fsdp"),
             "critic_bf16": lambda: self._build(CriticWorkerOppo, "value", **BF16),
             "critic_offloaded": lambda: self._build(CriticWorkerOppo, "value", param_offload=True),
             "reference": lambda: self._build(RefWorkerOppo, "language", forward_only=True),
-            "reference_fsdp1": lambda: self._build(RefWorkerOppo, "language_tied", forward_only=True, strategy="fsdp"),
+            "reference_fsdp1": lambda: self._build(RefWorkerOppo, "language", forward_only=True, strategy="fsdp"),
             "reference_moe": lambda: self._build(RefWorkerOppo, "moe", forward_only=True),
             "reward": self._build_reward,
         }
@@ -170,8 +148,7 @@ class Rank:
     def worker(self, name: str) -> ScoringTrainingWorker:
         if name not in self._workers:
             worker = self._builders[name]()
-            with fsdp1_on_cpu():
-                worker.reset()
+            worker.reset()
             self._workers[name] = worker
         return self._workers[name]
 

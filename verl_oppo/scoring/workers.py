@@ -22,7 +22,6 @@ from verl.workers.config import (
     RewardModelConfig,
     TrainingWorkerConfig,
 )
-from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_oppo.scoring import support
@@ -31,17 +30,57 @@ from verl_oppo.scoring.scorer import Chunk, PrefillReply, ScoreReply, ScorerSett
 
 
 class ScoringMethods:
-    """The registered methods every scoring worker has, delegating to the scorer that `oppo_setup` builds.
+    """The registered methods every scoring worker has, besides `oppo_setup`, which builds the scorer.
 
     `oppo_prefill` and `oppo_score` take a list per rank (`Dispatch.DP_COMPUTE`), the others one argument for all. All
     are non-blocking and return one Ray reference per rank: get them all before the next call.
     """
 
+    def scorer(self) -> FSDPScorer:
+        """This rank's scorer. Raises RuntimeError before `oppo_setup`."""
+        raise NotImplementedError
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def oppo_prefill(self, chunks: Iterable[Chunk]) -> PrefillReply:
+        return self.scorer().prefill(chunks)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def oppo_score(self, trajectories: Sequence[Trajectory], keep: bool = False) -> ScoreReply:
+        return self.scorer().score(trajectories, keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def oppo_invalidate(self) -> None:
+        self.scorer().invalidate()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def oppo_drop(self, trajectory_ids: Iterable[str]) -> None:
+        self.scorer().drop(trajectory_ids)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def oppo_stream_open(self) -> None:
+        self.scorer().open_stream()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def oppo_stream_close(self) -> None:
+        self.scorer().close_stream()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def oppo_stats(self) -> ScorerStats:
+        return self.scorer().stats()
+
+
+class ScoringTrainingWorker(ScoringMethods, TrainingWorker):
+    """A verl TrainingWorker that scores with its own engine.
+
+    Invariant: whatever changes the weights empties the cache, whether the trainer says so or not.
+    """
+
     _scorer: FSDPScorer | None = None
 
-    def scoring_engine(self) -> FSDPEngine:
-        """The engine whose model scores."""
-        raise NotImplementedError
+    def scorer(self) -> FSDPScorer:
+        if self._scorer is None:
+            raise RuntimeError(f"{type(self).__name__} has no scorer yet: call oppo_setup after the model is built")
+        return self._scorer
 
     def forget_cache(self) -> None:
         """The weights change or have changed: nothing cached is of the present model."""
@@ -53,52 +92,9 @@ class ScoringMethods:
         """Builds the scorer, once the model is there, or a new one. Raises ValueError for what cannot be served."""
         if self._scorer is not None:
             self._scorer.close_stream()
-        self.forget_cache()
-        self._scorer = FSDPScorer(self.scoring_engine(), settings)
+            self._scorer.invalidate()
+        self._scorer = FSDPScorer(self.engine, settings)
         return self._scorer.stats()
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
-    def oppo_prefill(self, chunks: Iterable[Chunk]) -> PrefillReply:
-        return self._ready().prefill(chunks)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
-    def oppo_score(self, trajectories: Sequence[Trajectory], keep: bool = False) -> ScoreReply:
-        return self._ready().score(trajectories, keep)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def oppo_invalidate(self) -> None:
-        self._ready().invalidate()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def oppo_drop(self, trajectory_ids: Iterable[str]) -> None:
-        self._ready().drop(trajectory_ids)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def oppo_stream_open(self) -> None:
-        self._ready().open_stream()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def oppo_stream_close(self) -> None:
-        self._ready().close_stream()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def oppo_stats(self) -> ScorerStats:
-        return self._ready().stats()
-
-    def _ready(self) -> FSDPScorer:
-        if self._scorer is None:
-            raise RuntimeError(f"{type(self).__name__} has no scorer yet: call oppo_setup after the model is built")
-        return self._scorer
-
-
-class ScoringTrainingWorker(ScoringMethods, TrainingWorker):
-    """A verl TrainingWorker that scores with its own engine.
-
-    Invariant: whatever changes the weights empties the cache, whether the trainer says so or not.
-    """
-
-    def scoring_engine(self) -> FSDPEngine:
-        return self.engine
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reset(self) -> None:
@@ -137,13 +133,21 @@ class ActorRolloutRefWorkerOppo(ScoringMethods, ActorRolloutRefWorker):
 
     ref_worker_cls = RefWorkerOppo
 
-    def scoring_engine(self) -> FSDPEngine:
+    def scorer(self) -> FSDPScorer:
+        return self._reference().scorer()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def oppo_setup(self, settings: ScorerSettings) -> ScorerStats:
+        """See `ScoringTrainingWorker.oppo_setup`. Raises ValueError in a worker without a reference of its own."""
+        return self._reference().oppo_setup(settings)
+
+    def _reference(self) -> RefWorkerOppo:
         if self.ref is None:
             raise ValueError(
                 f"trainer.v1.oppo.intra_step.reference cannot stream: the worker's role is {self.role!r}, allowed is a "
                 f"role with a reference of its own (with LoRA the reference is the actor without its adapter)"
             )
-        return self.ref.engine
+        return self.ref
 
 
 class RewardWorkerOppo(ScoringTrainingWorker):
