@@ -1,8 +1,8 @@
 """Agent loop workers that know whose tokens they make: identity, token versions, completion signal.
 
 `PPOTrainerOppo` names `AgentLoopManagerOppo` in `rollout.agent.agent_loop_manager_class`, where verl's task runner
-finds it. Works for every agent loop, since identity travels in a context variable and not through the loop's arguments. It
-does not know how a trajectory is trained.
+finds it. Works for every agent loop, since identity travels in a context variable and not through the loop's arguments.
+It does not know how a trajectory is trained.
 """
 
 from typing import Any
@@ -68,6 +68,9 @@ class AgentLoopWorkerOppo(AgentLoopWorkerTQ.__ray_actor_class__):
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
         uid = prompt["uid"]
+        if self.llm_client.stream is not None and not trajectory["validate"]:
+            # The token tees know ids only; a reward model with a template of its own reads the messages.
+            self.llm_client.stream.register_prompt.remote(uid, list(prompt["raw_prompt"]))
         await super()._run_prompt(prompt, sampling_params, trajectory=trajectory, trace=trace)
         if not trajectory["validate"]:
             self.llm_client.controller.completed.remote(uid)

@@ -80,15 +80,28 @@ class _RecordingClient(LLMServerClient):
     `max_inflight` requests of this client are submitted to one replica; the others wait here, in order of arrival.
     """
 
-    def __init__(self, *args: Any, controller: ray.actor.ActorHandle, max_inflight: int, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        controller: ray.actor.ActorHandle,
+        max_inflight: int,
+        stream: ray.actor.ActorHandle | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._controller = controller
+        self._stream = stream
         self._max_inflight = max_inflight
         self._slots: dict[str, asyncio.Semaphore] = {}
 
     @property
     def controller(self) -> ray.actor.ActorHandle:
         return self._controller
+
+    @property
+    def stream(self) -> ray.actor.ActorHandle | None:
+        """The stream service, or None where nothing streams."""
+        return self._stream
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, ray.actor.ActorHandle]:
         server_id, server = await super()._acquire_server(request_id, **extra)

@@ -134,6 +134,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         return self.llm_server_manager.get_client(
             client_cls=LLMServerClientOppo,
             controller=self.rollout_controller.handle,
+            stream=self.stream.service,
             max_inflight=self.oppo.inter_step.max_inflight_per_replica // num_workers,
         )
 

@@ -121,6 +121,11 @@ class IntraStepStream:
         return self._reward_kind != "off" or self._streams_critic or self._streams_reference
 
     @property
+    def service(self) -> ray.actor.ActorHandle | None:
+        """The stream service's actor, once `connect` has started it."""
+        return self._client.handle if self._client is not None else None
+
+    @property
     def consumers(self) -> list[str]:
         """Names of the scorers that take chunks."""
         streaming = {
