@@ -49,6 +49,8 @@ class ScoreRecord:
     cached_response_tokens: int
     seconds: float
     """From the finished trajectory to its score."""
+    scored_at: float = 0.0
+    """When the score was there, seconds of `time.time()`: tells which trajectory completed a batch."""
 
 
 class RewardLoopWorkerOppo(RewardLoopWorker):
@@ -105,7 +107,7 @@ class RewardLoopWorkerOppo(RewardLoopWorker):
     def _record(self, data: DataProto, input_ids: Any, scored: Scored, started: float) -> ScoreRecord:
         first, end = self._input.response_span(list(data.non_tensor_batch["raw_prompt"][0]), input_ids)
         cached = min(end, scored.cached_tokens) - first
-        return ScoreRecord(end - first, max(0, cached), time.monotonic() - started)
+        return ScoreRecord(end - first, max(0, cached), time.monotonic() - started, time.time())
 
 
 def trajectory_id(data: DataProto) -> str:

@@ -21,7 +21,7 @@ class ConsumerSettings:
 
     max_held_tokens: int = 1 << 22
     """Tokens that the hub holds, 8 bytes each. Raise it when `oppo/chunk/dropped` grows."""
-    max_tokens_per_prefill: int = 8192
+    max_tokens_per_prefill: int = 2048
     """Tokens of one prefill call and rank: a score call waits for the prefill in flight, so this bounds its wait."""
     max_tokens_per_score: int = 1 << 20
     """Tokens of the score requests that are merged into one call; a larger request gets a call of its own."""

@@ -268,10 +268,9 @@ class IntraStepStream:
         )
 
     def reward_call(self, batch: KVBatchMeta) -> ScoreRecord:
-        """What the reward model's final calls on the batch's rows cost: their tokens summed, the slowest one's time.
+        """What the reward model's final calls on the batch's rows cost: their tokens summed, the last one's time.
 
-        They ran one by one as trajectories ended, so only the one that completed the batch was waited for; the slowest
-        is an upper bound of it.
+        They ran one by one as trajectories ended, so the step waited only for the one that completed the batch.
         """
         self._reward_records.update(self._reward_loop_manager.take_records())
         records = [self._reward_records.pop(trajectory_of(key), None) for key in batch.keys]
@@ -279,7 +278,7 @@ class IntraStepStream:
         return ScoreRecord(
             response_tokens=sum(record.response_tokens for record in records),
             cached_response_tokens=sum(record.cached_response_tokens for record in records),
-            seconds=max((record.seconds for record in records), default=0.0),
+            seconds=max(records, key=lambda record: record.scored_at).seconds if records else 0.0,
         )
 
     def forget_rewards(self) -> None:
