@@ -2,7 +2,7 @@
 # Runs ruff and the tests, after its own set-up: bash scripts/test.sh [pytest arguments]
 # With arguments only the tests they select run; paths are relative to the repository.
 #
-#   OPPO_TEST_TIMEOUT  seconds that the tests may take together (default: 1500)
+#   OPPO_TEST_TIMEOUT  seconds that the tests may take together (default: 4200)
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 bash "$ROOT/scripts/setup.sh"
@@ -13,7 +13,7 @@ echo "[test] ruff: check and format"
 "$BIN/ruff" check --output-format concise .
 "$BIN/ruff" format --check .
 
-limit="${OPPO_TEST_TIMEOUT:-1500}"
+limit="${OPPO_TEST_TIMEOUT:-4200}"
 echo "[test] pytest: unit tests in a minute or two, then the end-to-end runs (minutes each); at most $limit s together"
 started=$SECONDS status=0
 # -INT first: pytest then reports what ran and its fixtures end their processes.
