@@ -18,9 +18,10 @@ PREFIX = "trainer.v1.oppo"
 INTER_STEP = f"{PREFIX}.inter_step"
 INTRA_STEP = f"{PREFIX}.intra_step"
 REWARD_KINDS = ("auto", "off", "vllm", "fsdp", "megatron")
-MAX_INFLIGHT_LIMIT = 1000
-"""Requests a replica can hold: verl's server actor has max_concurrency = max(1000, max_num_seqs + 16) and a parked
-generate() call keeps its slot, so above it the weight sync finds no free slot and the run hangs (verl#7990)."""
+MAX_INFLIGHT_LIMIT = 1000 - 16
+"""Requests a replica can hold: verl's server actor has max_concurrency = max(1000, max_num_seqs + 16), and a parked
+generate() call keeps its slot. 16 are set aside for control calls (CONTROL_METHOD_CONCURRENCY): without one the weight
+sync finds no free slot and the run hangs (verl#7990)."""
 
 
 def _refuse(key: str, value: object, allowed: str) -> ValueError:
@@ -91,7 +92,7 @@ class InterStepConfig:
 
     max_inflight_per_replica: int = 900
     """Default 900 requests: submitted to one replica at once; the rest wait in the client. Lower it if the
-    replica preempts (vLLM's ``num_preemptions``); it cannot exceed 1000, see ``MAX_INFLIGHT_LIMIT``."""
+    replica preempts (vLLM's ``num_preemptions``); it cannot exceed 984, see ``MAX_INFLIGHT_LIMIT``."""
 
     stall_timeout_s: int = 3600
     """Default 3600 s: how long a waiting step may see no completion and no kept token before it ends the run. Raise it
