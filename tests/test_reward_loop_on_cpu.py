@@ -128,8 +128,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def attached(folder: Path, answer: float | Exception, *overrides: str) -> tuple[RewardLoopWorkerOppo, Stream]:
-    worker, stream = RewardLoopWorkerOppo(models.compose(folder, *overrides)), Stream(answer)
+def attached(folder: Path, answer: float | Exception) -> tuple[RewardLoopWorkerOppo, Stream]:
+    worker, stream = RewardLoopWorkerOppo(models.compose(folder)), Stream(answer)
     asyncio.run(worker.oppo_attach(stream))
     return worker, stream
 
@@ -165,7 +165,7 @@ def test_without_a_server_and_before_it_is_attached_a_worker_says_so_at_once(fol
         asyncio.run(worker.compute_score(sample()))
 
 
-def test_a_rule_or_a_custom_function_never_goes_to_the_stream(folder, tmp_path):
+async def test_a_rule_or_a_custom_function_never_goes_to_the_stream(folder, tmp_path):
     rule = tmp_path / "rule.py"
     rule.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n    return 7.0\n"
@@ -178,8 +178,9 @@ def test_a_rule_or_a_custom_function_never_goes_to_the_stream(folder, tmp_path):
     data.batch["prompts"] = torch.tensor([[1, 2, 3, 4, 5, 6]])
     for enable in ("True", "False"):
         overrides = [f"reward.custom_reward_function.path={rule}", f"reward.reward_model.enable={enable}"]
-        worker, stream = attached(folder, 0.5, *overrides)
-        assert asyncio.run(worker.compute_score(data))["reward_score"] == 7.0
+        worker, stream = RewardLoopWorkerOppo(models.compose(folder, *overrides)), Stream(0.5)
+        await worker.oppo_attach(stream)
+        assert (await worker.compute_score(data))["reward_score"] == 7.0
         assert stream.calls == []
 
 

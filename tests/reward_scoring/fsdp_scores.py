@@ -6,6 +6,7 @@ The reward model's tokenizer and template differ from the actor's. Started once 
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Stream:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    # verl's Worker reads them; the process group takes the file.
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     torch.distributed.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
     save_tokenizers(folder)

@@ -34,8 +34,10 @@ THINK, END_OF_THINK = "<think>", "\n</think>\n\n"
 """Templates of reasoning models move or drop what stands between them."""
 PROMPT_TAIL = 8
 """Tokens at the end of the actor's prompt that may open the reasoning."""
-MAX_PROMPTS = 65536
-"""Prompts and trajectories the translator remembers; the oldest go first."""
+MAX_PROMPTS = 16384
+"""Prompts the translator remembers; the oldest go first, and their trajectories no longer stream."""
+MAX_TRAJECTORIES = 65536
+"""Trajectories it remembers; the oldest go first."""
 
 
 class RewardInput:
@@ -167,6 +169,8 @@ class RewardInputTranslator:
 
     def translate(self, chunk: Chunk) -> list[Chunk]:
         """Chunks of the reward model's input that this chunk decides; often none, if it is short."""
+        if chunk.offset > 0 and chunk.trajectory_id not in self._trajectories:
+            return []
         messages, prompt_length = self._prompts.get(chunk.trajectory_id.rpartition("_")[0], (None, None))
         growing = self._growing(chunk.trajectory_id, prompt_length)
         if not growing.take(chunk) or messages is None:
@@ -188,7 +192,7 @@ class RewardInputTranslator:
                 GrowingText(tokenizers.actor_tokenizer), GrowingTokens(tokenizers.reward_tokenizer), prompt_length
             )
             self._trajectories[trajectory_id] = growing
-            if len(self._trajectories) > MAX_PROMPTS:
+            if len(self._trajectories) > MAX_TRAJECTORIES:
                 self._trajectories.popitem(last=False)
         if growing.prompt_length is None:
             growing.prompt_length = prompt_length
