@@ -10,11 +10,11 @@ import ray
 
 from verl_oppo.scoring.scorer import Chunk, Trajectory
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 CASES_FOLDER = Path(__file__).parent / "fsdp_scoring"
 TOLERANCE = 1e-5
-SECONDS = 300
+SECONDS = 600
 NUM_RANKS = 2
 
 
