@@ -1,9 +1,12 @@
 """What all tests share: verl on our CPU platform, offline, single-threaded, no time limits in property tests, one Ray,
 end-to-end runs last."""
 
+import copy
+import functools
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from verl_oppo.rollout.controller import RolloutControllerGroup
 
 # Before any test imports torch or transformers, which read them once.
@@ -49,35 +54,60 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def shared_ray() -> None:
-    """A local Ray that outlives the module, for the next one that asks; it counts cores that need not exist."""
+@pytest.fixture(scope="session")
+def shared_ray() -> Iterator[None]:
+    """A local Ray for all modules that ask for it; it counts cores that need not exist."""
     import ray
 
-    if ray.is_initialized():
-        return
     # Ray's processes inherit it; its sockets need a short path.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     folder = tempfile.mkdtemp(prefix="r_", dir="/tmp")
     ray.init(address="local", num_cpus=32, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+    yield
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module")
-def controller_group(shared_ray: None) -> "Iterator[RolloutControllerGroup]":
+@pytest.fixture(scope="session")
+def controller_group(shared_ray: None) -> "RolloutControllerGroup":
     """A rollout controller in a process of its own: batches of 2 prompts, each deferred twice at most."""
-    import ray
-
     from verl_oppo.rollout.controller import RolloutControllerGroup
 
-    group = RolloutControllerGroup(batch_size=2, max_deferrals=2, device_name="cpu")
-    yield group
-    ray.kill(group.handle)
+    return RolloutControllerGroup(batch_size=2, max_deferrals=2, device_name="cpu")
 
 
 @pytest.fixture
 def controller(controller_group: "RolloutControllerGroup") -> "RolloutControllerGroup":
-    """The module's controller with an empty ledger."""
+    """The shared controller with an empty ledger."""
     from verl_oppo.control.admission import AdmissionController
 
     controller_group.call("load_state_dict", AdmissionController(batch_size=2, max_deferrals=2).state_dict())
     return controller_group
+
+
+@pytest.fixture(scope="session")
+def compose_config() -> "Callable[..., DictConfig]":
+    """Composes a configuration of the package, or verl's `ppo_trainer`, as the command line does with these overrides.
+
+    What the groups among the overrides compose is kept, since composing takes a second.
+    """
+    from hydra import compose, initialize_config_module
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    import verl_oppo.main_ppo  # noqa: F401  (registers the resolver of the demo's assets)
+
+    @functools.cache
+    def compose_groups(config_name: str, *groups: str) -> "DictConfig":
+        package = "verl.trainer.config" if config_name == "ppo_trainer" else "verl_oppo.config"
+        with initialize_config_module(package, version_base=None):
+            return compose(config_name, overrides=list(groups))
+
+    def compose_one(*overrides: str, config_name: str = "oppo_trainer") -> "DictConfig":
+        groups = [override for override in overrides if "." not in override.partition("=")[0]]
+        values = [override for override in overrides if override not in groups]
+        config = copy.deepcopy(compose_groups(config_name, *groups))
+        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
+        return config
+
+    return compose_one

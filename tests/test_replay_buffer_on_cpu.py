@@ -1,4 +1,4 @@
-"""First-B sampling on a real TransferQueue and a real rollout controller: what is trained, evicted, refilled, counted."""
+"""First-B sampling on a real TransferQueue and rollout controller: what is trained, evicted, refilled and counted."""
 
 from collections.abc import Callable, Iterator
 from itertools import count

@@ -8,6 +8,7 @@ import ray
 
 from verl_oppo.control.admission import AdmissionController
 from verl_oppo.rollout.controller import RolloutControllerGroup
+from verl_oppo.trainer.health import HealthCheck
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,11 +103,11 @@ def test_late_events_change_nothing(controller):
     assert controller.call("state").carried_tokens == 0
 
 
-def test_carried_tokens_count_each_session_at_its_latest_and_leave_with_the_prompt(controller):
+def test_carried_tokens_count_each_session_once_and_leave_with_the_prompt(controller):
     controller.call("admit", ["a", "b", "c"], step=1)
     complete(controller, "bc")
     controller.call("select", ["b", "c"], step=1)
-    for session_id, num_tokens in ((0, 5), (1, 3), (0, 9)):
+    for session_id, num_tokens in ((0, 9), (1, 3), (0, 5)):  # two events of session 0 swapped on the way
         tell(controller, "carried", "a", session_id, num_tokens)
     state = controller.call("state")
     assert (state.num_deferred, state.age_mean, state.age_max, state.total_deferred) == (1, 1.0, 1, 1)
@@ -275,7 +276,7 @@ def test_a_call_that_is_not_answered_in_time_says_so(controller):
         controller.call("wait_for_batch", 10**9, 5.0, timeout_s=0.01)
 
 
-def test_a_dead_controller_raises_its_own_error(shared_ray):
+def test_a_dead_controller_raises_its_own_error_and_ends_the_wait(shared_ray):
     group = RolloutControllerGroup(batch_size=1, max_deferrals=0, device_name="cpu")
     group.call("admit", ["a"], step=1)
     with ThreadPoolExecutor(1) as pool:
@@ -285,3 +286,5 @@ def test_a_dead_controller_raises_its_own_error(shared_ray):
             wait.result(PATIENCE_S)
     with pytest.raises(ray.exceptions.RayActorError):
         group.call("state")
+    with pytest.raises(ray.exceptions.RayActorError):
+        HealthCheck({}, controller=group, stall_timeout_s=ENDLESS_S).check()
