@@ -194,7 +194,9 @@ class RolloutController(Worker):
         if uid not in self.admission.outstanding():
             return
         self.admission.carry(uid)
-        self._carried_tokens.setdefault(uid, {})[session_id] = num_tokens
+        sessions = self._carried_tokens.setdefault(uid, {})
+        # Ray may swap two calls to an async actor.
+        sessions[session_id] = max(sessions.get(session_id, 0), num_tokens)
 
     async def failed(self, uid: str, error: str) -> None:
         self._last_error = f"prompt {uid}: {error}"
