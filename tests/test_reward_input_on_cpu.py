@@ -117,13 +117,21 @@ def cut(ids: np.ndarray, bounds: list[int], name: str = "uid_0") -> list[Chunk]:
     return [Chunk(name, start, ids[start:stop]) for start, stop in zip(edges, edges[1:], strict=False)]
 
 
-def received(chunks: list[Chunk]) -> np.ndarray:
-    """The reward model's ids after these chunks; fails on a gap."""
+def received(chunks: list[Chunk], final: np.ndarray | None = None) -> np.ndarray:
+    """The reward model's ids after these chunks; fails on a gap, and once they are no prefix of the final input."""
     known = np.empty(0, dtype=np.int64)
     for chunk in chunks:
         known = extended(known, chunk)
         assert known is not None, f"a gap before {chunk.offset}"
+        assert final is None or known.tolist() == final[: len(known)].tolist()
     return known
+
+
+def in_pieces(tokenizer: PreTrainedTokenizerFast, text: str, bounds: list[int]) -> list[int]:
+    """Token ids that a policy may sample for a text: not those that the tokenizer would choose."""
+    edges = sorted({0, len(text), *[bound % (len(text) + 1) for bound in bounds]})
+    parts = [text[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+    return [index for part in parts for index in tokenizer(part, add_special_tokens=False)["input_ids"]]
 
 
 # The text -------------------------------------------------------------------------------------------------------------
@@ -187,6 +195,31 @@ def test_a_growing_text_is_tokenised_as_the_whole(text, steps, name):
         assert growing.stable_ids(whole[:length]).tolist() == anew.tolist()
 
 
+def test_a_word_longer_than_the_known_end_is_tokenised_from_its_start():
+    """Digits in groups of three: cut in the middle of the number the groups would shift."""
+    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(1000)} | {"<unk>": 1000}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    growing, text = GrowingTokens(wrapped(tokenizer, unk_token="<unk>")), "123456789" * 40
+    for length in range(2, len(text), 7):
+        ids = growing.stable_ids(text[:length]).tolist()
+        assert ids == [int(text[start : start + 3]) for start in range(0, 3 * len(ids), 3)]
+    assert len(ids) > 100
+
+
+def test_a_text_that_its_next_token_changes_is_decoded_as_the_whole():
+    """As where decoding takes the spaces around an apostrophe away."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"rock": 0, "'": 1, "roll": 2, "<unk>": 3}, "<unk>")),
+        clean_up_tokenization_spaces=True,
+        unk_token="<unk>",
+    )
+    ids = np.array([0] * 30 + [1, 2])
+    growing = GrowingText(tokenizer)
+    texts = [growing.text(ids[:length]) for length in range(1, len(ids) + 1)]
+    assert texts == [tokenizer.decode(ids[:length]) for length in range(1, len(ids) + 1)]
+    assert texts[-2].endswith("rock '") and texts[-1].endswith("rock'roll")
+
+
 def test_only_the_end_of_a_growing_text_is_tokenised_again():
     """Without it a long response would cost its length squared."""
     lengths = []
@@ -212,24 +245,24 @@ def test_only_the_end_of_a_growing_text_is_tokenised_again():
 @unhurried
 @given(
     text=words,
+    pieces=st.lists(st.integers(0, 10**4), max_size=10),
     bounds=st.lists(st.integers(0, 10**4), max_size=10),
     pair=st.sampled_from(EXACT_PAIRS),
     order=st.randoms(use_true_random=False),
 )
-def test_what_is_streamed_is_a_prefix_of_the_final_input(text, bounds, pair, order):
-    """Chunks doubled and out of order included."""
+def test_what_is_streamed_is_a_prefix_of_the_final_input(text, pieces, bounds, pair, order):
+    """At any time; words cut in two, chunks doubled and out of order included."""
     actor, reward = TOKENIZERS[pair[0]], TOKENIZERS[pair[1]]
     made = translator(actor, reward)
     made.register_prompt("uid", MESSAGES)
     prompt = actor_prompt(actor)
-    response = [*actor(text, add_special_tokens=False)["input_ids"], actor.eos_token_id]
+    response = [*in_pieces(actor, text, pieces), actor.eos_token_id]
     chunks = cut(np.array([*prompt, *response]), bounds)
     sent = chunks + order.choices(chunks, k=len(chunks))
     if order.random() < 0.5:
         order.shuffle(sent)
-    streamed = received([one for chunk in sent for one in made.translate(chunk)])
     final = made._input.token_ids(made._input.text(MESSAGES, response))
-    assert streamed.tolist() == final[: len(streamed)].tolist()
+    received([one for chunk in sent for one in made.translate(chunk)], final)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
