@@ -21,17 +21,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
+from transformers import (
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+    Qwen2Tokenizer,
+)
 
 from verl_oppo.demo.data import write_data
 from verl_oppo.demo.models import ModelSettings, build_actor, build_classifier
+from verl_oppo.demo.reward_model import train_reward_model
 from verl_oppo.demo.task import TaskSettings
-from verl_oppo.demo.tokenizer import build_actor_tokenizer
+from verl_oppo.demo.tokenizer import build_actor_tokenizer, build_other_tokenizer
 from verl_oppo.demo.training import TrainSettings
 from verl_oppo.demo.warm_start import warm_start_actor
 
 CACHE_VARIABLE = "VERL_OPPO_CACHE"
-SOURCES = ("assets", "data", "models", "task", "tokenizer", "training", "warm_start")
+SOURCES = ("assets", "data", "models", "reward_model", "task", "tokenizer", "training", "warm_start")
 """Modules of this package whose code decides what the assets contain."""
 
 
@@ -45,6 +51,7 @@ class DemoSettings:
     task: TaskSettings = field(default_factory=TaskSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     warm_start: TrainSettings = field(default_factory=lambda: TrainSettings(num_steps=400, learning_rate=5e-3))
+    reward_model: TrainSettings = field(default_factory=lambda: TrainSettings(num_steps=300, learning_rate=5e-3))
 
     def __post_init__(self) -> None:
         for key in ("num_train_prompts", "num_val_prompts"):
@@ -64,12 +71,14 @@ class DemoSettings:
 class DemoAssets:
     """Paths of the assets, as verl's configuration wants them.
 
-    `actor` is also the reference and the tokenizer's folder.
+    `actor` is also the reference and the tokenizer's folder. `reward_model` has the actor's tokenizer and template and
+    scores what `compute_score` in `reward_function` scores.
     """
 
     root: Path
     actor: Path
     critic: Path
+    reward_model: Path
     train_file: Path
     val_file: Path
     reward_function: Path
@@ -83,9 +92,9 @@ def default_cache_dir() -> Path:
 
 
 def ensure_assets(settings: DemoSettings | None = None, cache_dir: Path | None = None) -> DemoAssets:
-    """The assets of `settings`, made now (about half a minute on one core) where the cache lacks them."""
+    """The assets of `settings`, made now (about a minute on one core) where the cache lacks them."""
     settings = settings or DemoSettings()
-    root = (cache_dir or default_cache_dir()) / f"demo-{settings.fingerprint}"
+    root = _root(settings, cache_dir)
     actor = _ensure(root / "actor", lambda folder: _make_actor(settings, folder))
     critic = _ensure(root / "critic", lambda folder: _make_critic(settings, actor, folder))
     data = _ensure(
@@ -98,10 +107,26 @@ def ensure_assets(settings: DemoSettings | None = None, cache_dir: Path | None =
         root=root,
         actor=actor,
         critic=critic,
+        reward_model=_ensure(
+            root / "reward_model", lambda folder: _make_reward_model(settings, build_actor_tokenizer(), folder)
+        ),
         train_file=data / "train.parquet",
         val_file=data / "val.parquet",
         reward_function=Path(__file__).with_name("task.py"),
     )
+
+
+def ensure_other_reward_model(settings: DemoSettings | None = None, cache_dir: Path | None = None) -> Path:
+    """A reward model for the same task whose tokenizer and chat template differ from the actor's, made on request."""
+    settings = settings or DemoSettings()
+    return _ensure(
+        _root(settings, cache_dir) / "other_reward_model",
+        lambda folder: _make_reward_model(settings, build_other_tokenizer(), folder),
+    )
+
+
+def _root(settings: DemoSettings, cache_dir: Path | None) -> Path:
+    return (cache_dir or default_cache_dir()) / f"demo-{settings.fingerprint}"
 
 
 def _make_actor(settings: DemoSettings, folder: Path) -> None:
@@ -117,6 +142,14 @@ def _make_critic(settings: DemoSettings, actor: Path, folder: Path) -> None:
     tokenizer = build_actor_tokenizer()
     backbone = Qwen2ForCausalLM.from_pretrained(actor)
     build_classifier(Qwen2ForTokenClassification, settings.model, tokenizer, backbone).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _make_reward_model(settings: DemoSettings, tokenizer: Qwen2Tokenizer, folder: Path) -> None:
+    with _deterministic(settings, "reward model") as rng:
+        model = build_classifier(Qwen2ForSequenceClassification, settings.model, tokenizer, backbone=None)
+        train_reward_model(model, tokenizer, settings.task, settings.reward_model, rng)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -4,18 +4,21 @@ The data set, the warm start and the reward models draw requests and responses h
 custom reward function (`reward.custom_reward_function.path` is this file or `pkg://verl_oppo.demo.task`). This module
 knows nothing of tokenizers or models and imports only the standard library.
 
-A request reads "write sections of 3 words about fruit for anna". A response numbers its sections, here
+A request reads "write sections of 3 words about fruit for anna". A response numbers its sections and links the words of
+one by commas, all separated by spaces, here
 
-    #1 apple lemon nail wolf #2 pear #3 plum hat rain #4 fig mango red
+    #1 apple , lemon , nail , wolf #2 pear #3 plum , hat , rain #4 fig , mango
 
 and ends after the fourth. So the request sets the length (the section size is a clipped log-normal: a long tail) and
-the share of words on the topic is a property of every single word that PPO can raise quickly.
+the share of words on the topic is a property of every word that PPO can raise quickly. Whether a section goes on is
+decided after a word, by the comma: next to the words it would become likelier with each word that becomes likelier.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +42,10 @@ PHRASES = (
     "{audience} would like to read sections of {size} words about {topic} please",
 )
 HEADINGS = ("#1", "#2", "#3", "#4")
-SECTION_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+COMMA = ","
+SECTION_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
-ON_TOPIC_WEIGHT = 0.9
+ON_TOPIC_WEIGHT = 0.8
 """Share of the score given for words on the topic; the rest is for a length near the requested one."""
 
 
@@ -49,17 +53,17 @@ ON_TOPIC_WEIGHT = 0.9
 class TaskSettings:
     """Distribution of requests, and the on-topic rate of the responses that the warm start imitates.
 
-    Section sizes are in words; a response has about len(HEADINGS) * (size + 1) tokens and an end token.
+    Section sizes are in words; a response has about len(HEADINGS) * 2 * size tokens and an end token.
     """
 
-    median_size: float = 9.0
+    median_size: float = 5.0
     sigma_size: float = 0.9
-    max_size: int = 96
-    warm_on_topic_rate: float = 0.45
+    max_size: int = 48
+    warm_on_topic_rate: float = 0.4
 
     def __post_init__(self) -> None:
         _require("max_size", self.max_size, self.max_size in SECTION_SIZES, f"one of {SECTION_SIZES}")
-        _require("median_size", self.median_size, 1 < self.median_size <= self.max_size, "above 1, up to max_size")
+        _require("median_size", self.median_size, 1 <= self.median_size <= self.max_size, "1 to max_size")
         _require("sigma_size", self.sigma_size, 0 <= self.sigma_size <= 3, "0 to 3")
         _require("warm_on_topic_rate", self.warm_on_topic_rate, 0 <= self.warm_on_topic_rate <= 1, "0 to 1")
 
@@ -107,11 +111,13 @@ def sample_response(rng: random.Random, request: Request, on_topic_rate: float) 
     off_topic = off_topic_words(request.topic)
     response: list[str] = []
     for heading in HEADINGS:
-        response.append(heading)
-        section_goes_on = True
-        while section_goes_on:
-            response.append(rng.choice(TOPICS[request.topic] if rng.random() < on_topic_rate else off_topic))
-            section_goes_on = rng.random() >= 1 / request.size
+        link = heading
+        while True:
+            on_topic = rng.random() < on_topic_rate
+            response += [link, rng.choice(TOPICS[request.topic] if on_topic else off_topic)]
+            if rng.random() < 1 / request.size:
+                break
+            link = COMMA
     return response
 
 
@@ -120,28 +126,45 @@ def compute_score(
 ) -> float:
     """Score in [0, 1] of a decoded response without special tokens, in verl's custom reward function signature.
 
-    A heading in its turn is neutral, any other token counts as a word. The score is the share of the words that are on
-    the topic, plus a small part for a number of words near the requested one, so that lengths neither grow nor shrink
-    while the share is learned.
+    A heading in its turn and a comma after a word are neutral, any other token counts as a word. The score is the share
+    of the words that are on the topic, plus a small part for a number of words within a factor of two of the requested
+    one (nothing of it beyond a factor of four), so that lengths do not drift while the share is learned.
 
     Raises ValueError for rows that are not of this task.
     """
     if data_source != DATA_SOURCE:
         raise ValueError(f"data_source is {data_source!r}, allowed is {DATA_SOURCE!r}: this reward scores nothing else")
+    words = [word for word in solution_str.split(" ") if word]
+    return running_scores(words, ground_truth)[-1] if words else 0.0
+
+
+def running_scores(words: Sequence[str], ground_truth: str) -> list[float]:
+    """Score of a response that ends after the first, the second, ... and the last of its words."""
     topic, size = _parse_ground_truth(ground_truth)
-    due_headings = list(HEADINGS)
-    words: list[str] = []
-    for token in (token for token in solution_str.split(" ") if token):
-        if due_headings and token == due_headings[0]:
-            due_headings.pop(0)
+    num_words = num_on_topic = num_headings = 0
+    after_word = False
+    scores = []
+    for word in words:
+        if num_headings < len(HEADINGS) and word == HEADINGS[num_headings]:
+            num_headings += 1
+            after_word = False
+        elif word == COMMA and after_word:
+            after_word = False
         else:
-            words.append(token)
-    if not words:
+            num_words += 1
+            num_on_topic += word in TOPICS[topic]
+            after_word = True
+        share_on_topic = num_on_topic / num_words if num_words else 0.0
+        length_fit = _length_fit(num_words, size * len(HEADINGS))
+        scores.append(ON_TOPIC_WEIGHT * share_on_topic + (1.0 - ON_TOPIC_WEIGHT) * length_fit)
+    return scores
+
+
+def _length_fit(num_words: int, requested: int) -> float:
+    """1 within a factor of two of the requested number of words, 0 beyond a factor of four."""
+    if not num_words:
         return 0.0
-    share_on_topic = sum(word in TOPICS[topic] for word in words) / len(words)
-    requested = size * len(HEADINGS)
-    length_fit = max(0.0, 1.0 - abs(len(words) - requested) / requested)
-    return ON_TOPIC_WEIGHT * share_on_topic + (1.0 - ON_TOPIC_WEIGHT) * length_fit
+    return min(1.0, max(0.0, 2.0 - abs(math.log2(num_words / requested))))
 
 
 def _parse_ground_truth(ground_truth: str) -> tuple[str, int]:

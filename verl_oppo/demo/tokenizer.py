@@ -1,10 +1,10 @@
 """Tokenizers of the demo: a `Qwen2Tokenizer` whose words are whole tokens, with a chat template.
 
 Called when the assets are made. Beside a config of model type qwen2, transformers loads `Qwen2Tokenizer` whatever the
-files say, and verl picks its Qwen token builder, which needs a newline that is one token and `<|im_end|>`. Each word with
-the space before it is one added token, so any sequence of their ids survives decode and encode unchanged. The other
-tokenizer, for a reward model that differs from the actor, has other ids, other markers and spells numbers digit by
-digit.
+files say, and verl picks its Qwen token builder, which needs a newline that is one token and `<|im_end|>`. Each word
+with the space before it is one added token, so any sequence of their ids survives decode and encode unchanged; text
+without a token is dropped. The other tokenizer, for a reward model that differs from the actor, has other ids, other
+markers and spells numbers digit by digit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from transformers import AddedToken, PreTrainedTokenizerBase
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from verl_oppo.demo.task import AUDIENCES, HEADINGS, PHRASES, SECTION_SIZES, TOPICS
+from verl_oppo.demo.task import AUDIENCES, COMMA, HEADINGS, PHRASES, SECTION_SIZES, TOPICS
 
 PAD = "<|endoftext|>"
 NEWLINE = "\u010a"
@@ -71,7 +71,7 @@ def _task_words() -> list[str]:
     words = [word for topic, members in TOPICS.items() for word in (topic, *members)]
     words += AUDIENCES
     words += [word for phrase in PHRASES for word in phrase.split() if not word.startswith("{")]
-    return list(dict.fromkeys(words))
+    return list(dict.fromkeys([*words, COMMA]))
 
 
 def _tokenizer(

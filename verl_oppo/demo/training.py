@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -54,27 +54,25 @@ def batches(examples: Iterator[Example], settings: TrainSettings, rng: random.Ra
 
 
 def train(
-    model: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
     loss_fn: Callable[[list[Example]], torch.Tensor],
     batch_iterator: Iterator[list[Example]],
     settings: TrainSettings,
 ) -> None:
     """AdamW with a linear warm-up over a tenth of the steps and a linear decay to zero."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     warm_up = max(1, settings.num_steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / warm_up, (settings.num_steps - step) / max(1, settings.num_steps - warm_up)),
     )
-    model.train()
     for _ in range(settings.num_steps):
         loss = loss_fn(next(batch_iterator))
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()
-    model.eval()
 
 
 def pad(rows: list[list], value: float) -> torch.Tensor:

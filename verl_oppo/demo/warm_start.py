@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from verl_oppo.demo.task import (
+    COMMA,
     HEADINGS,
     SECTION_SIZES,
     TOPICS,
@@ -32,14 +33,15 @@ from verl_oppo.demo.training import TrainSettings, batches, pad, train
 class Example:
     """Token ids of one prompt and response with what the task emits next after each of them.
 
-    `section_end[i]` is the token that may end the section after token i (a heading or the end token, -1 within the
-    prompt), `end_probability[i]` the probability that it does; otherwise a word follows.
+    `links[i]` is the token that may follow token i instead of a word or a comma (a heading or the end token), -1 within
+    the prompt. `link_probabilities[i]` is its probability and `comma_probabilities[i]` that of a comma.
     """
 
     ids: list[int]
     topic: str
-    section_end: list[int]
-    end_probability: list[float]
+    links: list[int]
+    link_probabilities: list[float]
+    comma_probabilities: list[float]
 
 
 def warm_start_actor(
@@ -51,20 +53,24 @@ def warm_start_actor(
 ) -> None:
     """Train `model` in place to imitate the task's responses at `task.warm_on_topic_rate`."""
     word_distribution = _word_distribution(tokenizer, task.warm_on_topic_rate)
+    (comma,) = word_ids(tokenizer, [COMMA])
 
     def loss(batch: list[Example]) -> torch.Tensor:
         ids = pad([example.ids for example in batch], tokenizer.pad_token_id)
-        section_end = pad([example.section_end for example in batch], -1)
-        end_probability = pad([example.end_probability for example in batch], 0.0)
+        links = pad([example.links for example in batch], -1)
+        link_probabilities = pad([example.link_probabilities for example in batch], 0.0)
+        comma_probabilities = pad([example.comma_probabilities for example in batch], 0.0)
         logits = model(input_ids=ids, attention_mask=(ids != tokenizer.pad_token_id).long()).logits
         log_probs = logits.log_softmax(-1)
         words = torch.stack([word_distribution[example.topic] for example in batch])
-        of_word = torch.einsum("btv,bv->bt", log_probs, words)
-        of_end = log_probs.gather(-1, section_end.clamp(min=0)[..., None])[..., 0]
-        cross_entropy = -(end_probability * of_end + (1 - end_probability) * of_word)
-        return cross_entropy[section_end >= 0].mean()
+        cross_entropy = -(
+            link_probabilities * log_probs.gather(-1, links.clamp(min=0)[..., None])[..., 0]
+            + comma_probabilities * log_probs[..., comma]
+            + (1 - link_probabilities - comma_probabilities) * torch.einsum("btv,bv->bt", log_probs, words)
+        )
+        return cross_entropy[links >= 0].mean()
 
-    train(model, loss, batches(_examples(tokenizer, task, rng), settings, rng), settings)
+    train(list(model.parameters()), loss, batches(_examples(tokenizer, task, rng), settings, rng), settings)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
@@ -89,18 +95,25 @@ def _examples(tokenizer: PreTrainedTokenizerBase, task: TaskSettings, rng: rando
 
     What may follow a token does not depend on how long its section is, so large sizes need not dominate the tokens.
     """
-    headings = word_ids(tokenizer, HEADINGS)
     sizes = [size for size in SECTION_SIZES if size <= task.max_size]
     while True:
         request = replace(sample_request(rng, task), size=rng.choice(sizes))
-        ids = prompt_ids(tokenizer, request)
-        due = [*headings, tokenizer.eos_token_id]
-        section_end = [-1] * (len(ids) - 1) + [due.pop(0)]
-        end_probability = [0.0] * (len(ids) - 1) + [1.0]
         written = replace(request, size=rng.choice([size for size in sizes if size <= request.size]))
-        for token in word_ids(tokenizer, sample_response(rng, written, task.warm_on_topic_rate)):
-            ids.append(token)
-            is_heading = token == section_end[-1]
-            section_end.append(due.pop(0) if is_heading else section_end[-1])
-            end_probability.append(0.0 if is_heading else 1 / request.size)
-        yield Example(ids, request.topic, section_end, end_probability)
+        words = sample_response(rng, written, task.warm_on_topic_rate)
+        prompt = prompt_ids(tokenizer, request)
+        yield _example(prompt, words, request, tokenizer)
+
+
+def _example(prompt: list[int], words: list[str], request: Request, tokenizer: PreTrainedTokenizerBase) -> Example:
+    due = [*word_ids(tokenizer, HEADINGS), tokenizer.eos_token_id]
+    links = [-1] * (len(prompt) - 1) + [due[0]]
+    link_probabilities = [0.0] * (len(prompt) - 1) + [1.0]
+    comma_probabilities = [0.0] * len(prompt)
+    for word in words:
+        if word in HEADINGS:
+            due.pop(0)
+        ends_section = 0.0 if word in (*HEADINGS, COMMA) else 1 / request.size
+        links.append(due[0])
+        link_probabilities.append(ends_section)
+        comma_probabilities.append(0.0 if word in (*HEADINGS, COMMA) else 1 - ends_section)
+    return Example(prompt + word_ids(tokenizer, words), request.topic, links, link_probabilities, comma_probabilities)
