@@ -182,7 +182,12 @@ def test_a_growing_text_is_decoded_as_the_whole(text, steps, name):
     ids = np.array(tokenizer(text * 5, add_special_tokens=False)["input_ids"], dtype=np.int64)
     growing = GrowingText(tokenizer)
     for length in np.cumsum(steps):
-        assert growing.text(ids[:length]) == tokenizer.decode(ids[:length]).rstrip("\ufffd")
+        whole, text = tokenizer.decode(ids[:length]), growing.text(ids[:length])
+        if whole.endswith("\ufffd"):
+            # A run of byte tokens whose last character is incomplete may be decoded as no character at all.
+            assert text in {whole.rstrip("\ufffd"), *(tokenizer.decode(ids[:end]) for end in range(length))}
+        else:
+            assert text == whole
 
 
 @unhurried
@@ -195,15 +200,15 @@ def test_a_growing_text_is_tokenised_as_the_whole(text, steps, name):
         assert growing.stable_ids(whole[:length]).tolist() == anew.tolist()
 
 
-def test_a_word_longer_than_the_known_end_is_tokenised_from_its_start():
-    """Digits in groups of three: cut in the middle of the number the groups would shift."""
-    tokenizer = Tokenizer(models.WordLevel({str(number): number for number in range(1000)} | {"<unk>": 1000}, "<unk>"))
+def test_an_end_that_comes_out_otherwise_by_itself_is_tokenised_with_the_whole():
+    """Digits in groups of three, of two tokens each: taken up in the middle of a group, the groups shift."""
+    tokenizer = Tokenizer(models.BPE({"1": 0, "2": 1, "3": 2, "31": 3, "12": 4}, [("3", "1"), ("1", "2")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
-    growing, text = GrowingTokens(wrapped(tokenizer, unk_token="<unk>")), "123456789" * 40
-    for length in range(2, len(text), 7):
+    growing, text = GrowingTokens(wrapped(tokenizer)), "123" * 100
+    for length in range(2, len(text), 4):
         ids = growing.stable_ids(text[:length]).tolist()
-        assert ids == [int(text[start : start + 3]) for start in range(0, 3 * len(ids), 3)]
-    assert len(ids) > 100
+        assert ids == [4, 2] * (len(ids) // 2)
+    assert len(ids) > 190
 
 
 def test_a_text_that_its_next_token_changes_is_decoded_as_the_whole():

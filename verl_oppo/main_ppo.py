@@ -1,11 +1,13 @@
 """Entry: `python -m verl_oppo.main_ppo <any override of verl.trainer.main_ppo>`.
 
-Trainer mode `oppo` runs through `verl_oppo.task_runner`; every other mode goes to verl's own `main` unchanged. Nothing of
-verl is imported before the platform is chosen, because verl fixes its platform on first use.
+Trainer mode `oppo` runs through `verl_oppo.task_runner`; every other mode goes to verl's own `main` unchanged. Nothing
+of verl is imported before the platform is chosen, because verl fixes its platform on first use.
 """
 
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_oppo.platform.emulated_run import emulation
 
 TRAINER_MODE = "oppo"
 CPU_DEVICE = "cpu"
@@ -35,9 +37,15 @@ def prepare_platform(config: DictConfig) -> None:
 
 
 def run(config: DictConfig) -> None:
-    """Train with the resolved config, in the trainer mode that it names."""
+    """Train with the resolved config, with emulated accelerators if `emulate` is on."""
     OmegaConf.resolve(config)
     prepare_platform(config)
+    with emulation(config):
+        train_in_mode(config)
+
+
+def train_in_mode(config: DictConfig) -> None:
+    """Train in the trainer mode that the config names."""
     if config.trainer.v1.trainer_mode == TRAINER_MODE:
         from verl_oppo.task_runner import train
 

@@ -38,7 +38,7 @@ def extended(known: np.ndarray, chunk: Chunk) -> np.ndarray | None:
 class GrowingText:
     """Text of token ids that grow.
 
-    Invariant: `text(ids)` is what decoding all ids gives, up to a character that is still incomplete.
+    Invariant: `text(ids)` is what decoding all ids gives, or ends before characters that are still incomplete.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -60,7 +60,10 @@ class GrowingText:
             return self._tokenizer.decode(ids)
         before = self._tokenizer.decode(ids[known - CONTEXT_TOKENS : known])
         after = self._tokenizer.decode(ids[known - CONTEXT_TOKENS :])
-        return self._text + after[len(before) :] if after.startswith(before) else self._tokenizer.decode(ids)
+        # The context may begin within a character, or the new tokens may change how it reads.
+        if self._text.endswith(before) and after.startswith(before):
+            return self._text + after[len(before) :]
+        return self._tokenizer.decode(ids)
 
 
 class GrowingTokens:

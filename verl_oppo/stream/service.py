@@ -1,8 +1,8 @@
 """The stream service: one CPU actor between the decoding servers and all scorers, with a hub and a pump for each.
 
 The token tees push to it, the trainer opens, closes and asks for scores through `StreamClient`. It knows neither torch
-nor verl, so that it starts quickly and stays small, and nothing about tokenizers: a consumer whose model reads other
-ids than the actor has a translator, which brings what it needs.
+nor verl, and nothing about tokenizers: a consumer whose model reads other ids than the actor has a translator, which
+brings what it needs. (Ray itself imports verl here, when it unpacks the handles of a worker group.)
 """
 
 from __future__ import annotations

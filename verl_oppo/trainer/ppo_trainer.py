@@ -326,7 +326,9 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
             if keeps_log_probs:
                 probs_diff = (data["old_log_probs"][index].exp() - data["rollout_log_probs"][index].exp()).abs().numpy()
             mask = data["response_mask"][index].bool().numpy()
-            rows.append(TrainedRow(versions=extra[TOKEN_VERSIONS_KEY], mask=mask, probs_diff=probs_diff))
+            # Rollouts that verl replayed from a cache (skip.rollout_tq) were made without a record.
+            versions = extra.get(TOKEN_VERSIONS_KEY) or [[self.global_steps - 1, len(mask)]]
+            rows.append(TrainedRow(versions=versions, mask=mask, probs_diff=probs_diff))
             rewards.setdefault(key.split("_")[0], []).append(float(data["rm_scores"][index].sum()))
         per_prompt = [float(np.mean(scores)) for scores in rewards.values()] + self.replay_buffer.filtered_rewards
         return rows, float(np.mean(per_prompt))

@@ -1,0 +1,519 @@
+"""Emulated accelerators: the cost model, the clock of a device in fake time, the hooks on verl, vLLM and our scorers,
+and what a run with and without them sees.
+
+What needs the hooks in place runs in `emulation_probe.py`, in processes of its own.
+"""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl_oppo import main_ppo
+from verl_oppo.platform import cpu, emulated_run, shims
+from verl_oppo.platform.cost_model import CostModel, shared_progress_s
+from verl_oppo.platform.device_clock import CLOSE_ENOUGH_S, DeviceClock, DeviceRecord, Totals, read_totals
+from verl_oppo.platform.emulated_run import MODULE, VARIABLE, EmulatedRun, emulation, emulation_metrics
+
+PROBE = Path(__file__).with_name("emulation_probe.py")
+ROOT = PROBE.parent.parent
+
+DEADLINE = 600
+"""Seconds for one process of the probe, the imports included."""
+
+on_processes = pytest.mark.timeout(DEADLINE + 60)
+on_cpu_only = pytest.mark.skipif(shims.accelerator_available(), reason="emulation is for machines without accelerator")
+
+COST = CostModel(
+    time_scale=2.0,
+    device_share_factor=2.0,
+    actor_devices_per_reward_device=7.0,
+    decode_step_s=0.01,
+    decode_sequence_s=0.001,
+    decode_cached_token_s=0.00001,
+    prefill_call_s=0.02,
+    prefill_token_s=0.0001,
+    train_token_s=0.0003,
+    weight_sync_s=0.5,
+)
+
+
+def shipped_cost() -> CostModel:
+    values = OmegaConf.load(ROOT / "verl_oppo" / "config" / "emulate" / "on.yaml")
+    return CostModel.from_mapping({key: value for key, value in values.items() if key != "enable"})
+
+
+# cost model -----------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_linear_and_scaled() -> None:
+    assert COST.engine_step_s(decode_sequences=16, cached_tokens=1000) == pytest.approx(2 * (0.01 + 0.016 + 0.01))
+    assert COST.engine_step_s(prefill_tokens=300) == pytest.approx(2 * (0.01 + 0.03))
+    mixed = COST.engine_step_s(300, 16, 1000)
+    assert mixed == pytest.approx(COST.engine_step_s(300) + COST.engine_step_s(0, 16, 1000) - 2 * 0.01), (
+        "one step's base"
+    )
+    assert COST.forward_s(128) == pytest.approx(2 * (0.02 + 0.0128))
+    assert COST.train_s(1000) == pytest.approx(0.6)
+    assert COST.sync_s() == pytest.approx(1.0)
+    assert replace(COST, time_scale=1.0).forward_s(128) == pytest.approx(COST.forward_s(128) / 2)
+
+
+@pytest.mark.parametrize(
+    ("actor_devices", "reward_devices", "load"), [(1, 1, 7.0), (7, 1, 1.0), (2, 1, 3.5), (1, 2, 14.0)]
+)
+def test_reward_device_pays_for_the_actor_devices_that_are_not_there(
+    actor_devices: int, reward_devices: int, load: float
+) -> None:
+    assert COST.reward_load(actor_devices, reward_devices) == pytest.approx(load)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("decode_step_s", -1e-3, "0 or more"),
+        ("train_token_s", math.nan, "finite"),
+        ("weight_sync_s", math.inf, "finite"),
+        ("prefill_call_s", "0.1", "finite"),
+        ("prefill_token_s", True, "finite"),
+        ("time_scale", 0, "above 0"),
+        ("actor_devices_per_reward_device", 0.0, "above 0"),
+        ("device_share_factor", 0.9, "1 or more"),
+    ],
+)
+def test_bad_constant_is_refused_by_name(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(ValueError, match=rf"^emulate\.{name} is .*allowed: .*{allowed}"):
+        replace(COST, **{name: value})
+
+
+def test_unknown_and_missing_constants_are_refused() -> None:
+    with pytest.raises(ValueError, match="emulate.decode_s is not a key"):
+        CostModel.from_mapping(asdict(COST) | {"decode_s": 1.0})
+    with pytest.raises(ValueError, match="emulate.sync_s is not a key|emulate.weight_sync_s is missing"):
+        CostModel.from_mapping({key: value for key, value in asdict(COST).items() if key != "weight_sync_s"})
+
+
+def test_shipped_constants_follow_from_the_facts_they_cite() -> None:
+    cost, flops = shipped_cost(), 0.45 * 312e12
+    published = {1: 84.28, 14336: 77.69}
+    assert cost.decode_step_s == pytest.approx(1 / published[1], rel=0.01)
+    assert cost.decode_step_s > 2 * 7.62e9 / 2.04e12, "not faster than reading the weights"
+    per_cached = (1 / published[14336] - 1 / published[1]) / 14335
+    assert cost.decode_cached_token_s == pytest.approx(per_cached, rel=0.02)
+    assert cost.prefill_call_s == pytest.approx(1 / 40.38, rel=0.01)
+    assert cost.prefill_token_s == cost.decode_sequence_s == pytest.approx(2 * 7.07e9 / flops, rel=0.01)
+    assert cost.train_token_s == pytest.approx(6 * 7.07e9 / flops, rel=0.01)
+
+
+def test_progress_on_a_shared_device() -> None:
+    assert shared_progress_s(1.0, 0.0, 2.0) == 1.0, "alone"
+    assert shared_progress_s(1.0, 1.0, 2.0) == pytest.approx(0.5), "shared all the time"
+    assert shared_progress_s(1.0, 0.5, 2.0) == pytest.approx(0.75), "half of the time alone"
+    assert shared_progress_s(1.0, 2.0, 2.0) == pytest.approx(1 / 3), "with two others"
+    assert shared_progress_s(1.0, 1.0 + 1e-9, 1.7) == pytest.approx(shared_progress_s(1.0, 1.0, 1.7)), "no jump"
+    assert shared_progress_s(1.0, 1.0, 1.0) == 1.0, "no contention"
+    assert shared_progress_s(0.0, 0.0, 2.0) == 0.0
+
+
+# clock of a device ----------------------------------------------------------------------------------------------------
+
+
+class FakeTime:
+    """Time that passes only by sleeping; `events` happen at their times, in the middle of sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sleeps = 0
+        self.events: list[tuple[float, Callable[[], object]]] = []
+
+    def pass_to(self, end: float) -> None:
+        for event in [event for event in sorted(self.events, key=lambda event: event[0]) if event[0] <= end]:
+            self.events.remove(event)
+            self.now = max(self.now, event[0])
+            event[1]()
+        self.now = max(self.now, end)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.sleeps += 1
+        self.pass_to(self.now + seconds)
+
+    def clock(self, folder: Path, share_factor: float = 2.0) -> DeviceClock:
+        return DeviceClock(folder, share_factor, lambda: self.now, self.sleep)
+
+
+@pytest.fixture
+def fake() -> FakeTime:
+    return FakeTime()
+
+
+def test_step_lasts_its_cost_and_sleeps_once(fake: FakeTime, tmp_path: Path) -> None:
+    clock = fake.clock(tmp_path / "GPU0")
+    with clock.step("decode", 0.5):
+        fake.pass_to(0.2)
+    assert fake.now == pytest.approx(0.5)
+    assert fake.sleeps == 1
+    totals = read_totals(tmp_path)["GPU0"]["decode"]
+    assert totals == Totals(steps=1, overruns=0, overrun_s=0, real_s=pytest.approx(0.2), emulated_s=pytest.approx(0.5))
+
+
+def test_step_that_takes_longer_for_real_is_counted_and_not_hidden(fake: FakeTime, tmp_path: Path) -> None:
+    clock = fake.clock(tmp_path / "GPU0")
+    with clock.step("train", 0.5):
+        fake.pass_to(0.7)
+    with clock.step("train", 0.5):
+        fake.pass_to(0.8)
+    assert fake.now == pytest.approx(1.2)
+    totals = read_totals(tmp_path)["GPU0"]["train"]
+    assert (totals.steps, totals.overruns) == (2, 1)
+    assert totals.overrun_s == pytest.approx(0.2)
+    assert totals.real_s == pytest.approx(0.8)
+    assert totals.emulated_s == pytest.approx(1.2)
+
+
+def test_step_that_fails_is_not_waited_for(fake: FakeTime, tmp_path: Path) -> None:
+    clock = fake.clock(tmp_path / "GPU0")
+    with pytest.raises(RuntimeError), clock.step("prefill", 5.0):
+        raise RuntimeError
+    assert fake.now == 0.0
+    assert read_totals(tmp_path)["GPU0"]["prefill"].steps == 0
+    with clock.step("prefill", 1.0):
+        pass
+    assert fake.now == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("busy_from", "busy_to", "lasted"),
+    [(0.0, 99.0, 2.0), (0.0, 0.5, 1.25), (0.5, 99.0, 1.5), (0.25, 0.75, 1.25), (5.0, 6.0, 1.0)],
+)
+def test_models_that_share_a_device_slow_each_other_while_they_overlap(
+    fake: FakeTime, tmp_path: Path, busy_from: float, busy_to: float, lasted: float
+) -> None:
+    """1 s of work at full speed alone and half of it shared."""
+    first, second = fake.clock(tmp_path / "GPU0"), fake.clock(tmp_path / "GPU0")
+    steps: list[Any] = []
+    fake.events = [
+        (busy_from, lambda: steps.append(second.begin())),
+        (busy_to, lambda: second.abandon(steps[0])),
+    ]
+    fake.pass_to(0.0)
+    with first.step("prefill", 1.0):
+        pass
+    assert fake.now == pytest.approx(lasted, abs=2 * CLOSE_ENOUGH_S)
+
+
+def test_two_steps_at_once_take_twice_as_long_as_each_alone(fake: FakeTime, tmp_path: Path) -> None:
+    """Plain time slicing keeps the device's work: 1 s and 1 s end after 2 s."""
+    first, second = fake.clock(tmp_path / "GPU0"), fake.clock(tmp_path / "GPU0")
+    other = second.begin()
+    with first.step("decode", 1.0):
+        pass
+    assert fake.now == pytest.approx(2.0, abs=2 * CLOSE_ENOUGH_S)
+    second.finish(other, "prefill", 1.0)
+    assert fake.now == pytest.approx(2.0, abs=4 * CLOSE_ENOUGH_S)
+
+
+def test_model_on_a_device_of_its_own_is_not_slowed(fake: FakeTime, tmp_path: Path) -> None:
+    fake.clock(tmp_path / "GPU0").begin()
+    with fake.clock(tmp_path / "GPU1").step("prefill", 1.0):
+        pass
+    assert fake.now == pytest.approx(1.0)
+
+
+def test_process_that_died_in_a_step_slows_nobody(fake: FakeTime, tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / "GPU0").mkdir()
+    DeviceRecord(tmp_path / "GPU0" / f"{gone.pid}.0", create=True).set_busy(0.0, 0.0)
+    with fake.clock(tmp_path / "GPU0").step("decode", 1.0):
+        pass
+    assert fake.now == pytest.approx(1.0)
+
+
+def test_steps_of_one_process_do_not_nest(fake: FakeTime, tmp_path: Path) -> None:
+    clock = fake.clock(tmp_path / "GPU0")
+    clock.begin()
+    with pytest.raises(AssertionError, match="within another"):
+        clock.begin()
+
+
+def test_reader_never_sees_half_a_state(tmp_path: Path) -> None:
+    """The busy time of a process that toggles is never that of an old total with a new start."""
+    written, read = DeviceRecord(tmp_path / "1.0", create=True), DeviceRecord(tmp_path / "1.0")
+    stop = threading.Event()
+
+    def toggle() -> None:
+        while not stop.is_set():
+            written.set_busy(0.0, 100.0)
+            written.set_busy(1000.0, None)
+
+    thread = threading.Thread(target=toggle)
+    thread.start()
+    try:
+        seen = {read.busy_s(101.0) for _ in range(20000)}
+    finally:
+        stop.set()
+        thread.join()
+    assert seen <= {0.0, 1.0, 1000.0}
+
+
+def test_sleeping_is_real_and_at_least_the_cost(tmp_path: Path) -> None:
+    with DeviceClock(tmp_path / "GPU0", 2.0).step("sync", 0.05):
+        pass
+    assert read_totals(tmp_path)["GPU0"]["sync"].emulated_s >= 0.05 - CLOSE_ENOUGH_S
+
+
+# config and the entry -------------------------------------------------------------------------------------------------
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("verl_oppo.config", version_base=None):
+        return compose("oppo_cpu", overrides=list(overrides))
+
+
+@pytest.fixture
+def untouched_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (VARIABLE, emulated_run.MODULES_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_emulation_is_off_by_default_and_leaves_no_trace(untouched_environment: None) -> None:
+    for config in (composed(), composed("~emulate")):
+        with emulation(config):
+            assert "emulate" not in config
+            assert VARIABLE not in os.environ
+            assert VARIABLE not in (config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {})
+            assert emulation_metrics() == {}
+    assert MODULE not in sys.modules
+
+
+def test_stale_variable_does_not_emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, EmulatedRun(COST, 1.0, "/nowhere").to_json())
+    with emulation(composed()):
+        assert emulation_metrics() == {}
+
+
+@on_cpu_only
+def test_settings_reach_every_process_and_go_with_the_run(
+    untouched_environment: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(emulated_run.MODULES_VARIABLE, "some.module")
+    config = composed("emulate=on", "emulate.time_scale=3", "reward.reward_model.enable=false")
+    config.ray_kwargs.ray_init.runtime_env = {"env_vars": {"OTHER": "1", emulated_run.MODULES_VARIABLE: "some.module"}}
+    with emulation(config):
+        run = EmulatedRun.of_this_process()
+        assert run.cost == replace(shipped_cost(), time_scale=3)
+        assert run.reward_load == 1.0, "no reward model"
+        assert Path(run.folder).is_dir()
+        variables = config.ray_kwargs.ray_init.runtime_env.env_vars
+        assert variables == {
+            "OTHER": "1",
+            VARIABLE: os.environ[VARIABLE],
+            emulated_run.MODULES_VARIABLE: f"some.module,{MODULE}",
+        }
+        assert "emulate" not in config
+        with DeviceClock(Path(run.folder) / "GPU0", 2.0).step("train", 0.0):
+            pass
+        metrics = emulation_metrics()
+    assert metrics["oppo/emulated"] == 1.0
+    assert (
+        metrics["oppo/emulated/train/steps"] == metrics["oppo/emulated/steps"] == metrics["oppo/emulated/overruns"] == 1
+    )
+    assert metrics["oppo/emulated/busy_s/GPU0"] == pytest.approx(metrics["oppo/emulated/train/emulated_s"])
+    assert not Path(run.folder).exists()
+    assert VARIABLE not in os.environ
+    assert os.environ[emulated_run.MODULES_VARIABLE] == "some.module"
+    first, last = [record.getMessage() for record in caplog.records if "EMULATED" in record.getMessage()]
+    assert "time_scale=3" in first
+    assert "1 of 1 model steps took longer in reality" in last
+
+
+@on_cpu_only
+def test_run_that_fails_still_says_that_it_was_emulated(
+    untouched_environment: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError, match="boom"), emulation(composed("emulate=on")):
+        raise RuntimeError("boom")
+    assert "0 of 0 model steps" in caplog.text
+
+
+@on_cpu_only
+@pytest.mark.parametrize("mode", ["oppo", "sync"])
+def test_entry_emulates_every_trainer_mode(
+    untouched_environment: None, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    seen: list[EmulatedRun | None] = []
+    monkeypatch.setattr(main_ppo, "prepare_platform", lambda config: None)
+    monkeypatch.setattr(main_ppo, "train_in_mode", lambda config: seen.append(EmulatedRun.of_this_process()))
+    monkeypatch.setattr(OmegaConf, "resolve", lambda config: None)
+    main_ppo.run(composed("emulate=on", f"trainer.v1.trainer_mode={mode}"))
+    assert seen[0].cost == shipped_cost()
+
+
+@on_cpu_only
+@pytest.mark.parametrize(("own_pool", "load"), [(True, 7.0), (False, 1.0)])
+def test_only_a_reward_model_with_devices_of_its_own_serves_all_actor_devices(
+    untouched_environment: None, own_pool: bool, load: float
+) -> None:
+    config = composed(
+        "emulate=on",
+        "reward.reward_model.enable=true",
+        f"reward.reward_model.enable_resource_pool={own_pool}",
+        "reward.reward_model.n_gpus_per_node=1",
+        "reward.reward_model.nnodes=1",
+    )
+    with emulation(config):
+        assert EmulatedRun.of_this_process().reward_load == load
+
+
+def test_refused_on_a_machine_with_an_accelerator(untouched_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shims, "accelerator_available", lambda: True)
+    with pytest.raises(ValueError, match="^emulate is on; allowed: off on a machine with an accelerator"):
+        with emulation(composed("emulate=on")):
+            pass
+    with emulation(composed("emulate=off")):
+        pass
+    assert VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.device=cuda"], "^emulate is on; allowed: off .*trainer.device is cuda"),
+        (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "tensor_model_parallel_size is 2; allowed"),
+        (["+emulate.decode_s=1"], "^emulate.decode_s is not a key"),
+        (["emulate.train_token_s=-1"], "^emulate.train_token_s is -1"),
+        (["~emulate.weight_sync_s"], "^emulate.weight_sync_s is missing"),
+    ],
+)
+def test_bad_settings_are_refused_before_the_run(
+    untouched_environment: None, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message), emulation(composed("emulate=on", *overrides)):
+        pass
+    assert VARIABLE not in os.environ
+
+
+def test_a_bare_value_is_refused(untouched_environment: None) -> None:
+    config = composed("~emulate")
+    with open_dict(config):
+        config.emulate = True
+    with pytest.raises(ValueError, match="^emulate is True; allowed: off or on"), emulation(config):
+        pass
+
+
+# hooks on the real modules --------------------------------------------------------------------------------------------
+
+
+def probe(mode: str, folder: Path, **variables: str) -> dict[str, Any]:
+    inherited = {name: value for name, value in os.environ.items() if name not in cpu.cpu_environment()}
+    environment = {**inherited, **cpu.ENVIRONMENT, emulated_run.MODULES_VARIABLE: cpu.MODULE, "PYTHONPATH": str(ROOT)}
+    environment |= {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), **variables}
+    process = subprocess.Popen(
+        [sys.executable, str(PROBE), mode, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=DEADLINE)
+    finally:
+        # vLLM's processes too, where the probe could not end them.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(output.splitlines()[-1])
+
+
+def emulated_variables(folder: Path, cost: CostModel = COST) -> dict[str, str]:
+    (folder / "devices").mkdir()
+    run = EmulatedRun(cost, 7.0, str(folder / "devices"))
+    return {VARIABLE: run.to_json(), emulated_run.MODULES_VARIABLE: f"{cpu.MODULE},{MODULE}"}
+
+
+@pytest.fixture(scope="module")
+def on_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("engines")
+    # The process group exists already: nobody connects to the address.
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    return probe("engines", folder, **ranks, **emulated_variables(folder))
+
+
+@on_cpu_only
+@on_processes
+@pytest.mark.parametrize(("name", "load"), [("critic", 1.0), ("reward", 7.0)])
+def test_forwards_of_real_engines_and_scorers_last_what_they_cost(
+    on_engines: dict[str, Any], name: str, load: float
+) -> None:
+    found, tokens = on_engines[name], sum(on_engines["lengths"])
+    micro_batches = len(on_engines["lengths"]) / 2
+    prefilled, scored = found["computed"]
+    assert prefilled == 3 * len(on_engines["lengths"])
+    assert scored == tokens - prefilled, "the streamed tokens are cached"
+    assert found["setup"] == pytest.approx(COST.forward_s(0)), "a dummy row"
+    assert found["plain"] == pytest.approx(2 * (0.02 * micro_batches + 0.0001 * load * tokens))
+    for part, forwards, computed in zip(("prefill", "score"), found["forwards"], found["computed"], strict=True):
+        assert forwards >= 1
+        assert found[part] == pytest.approx(2 * (0.02 * forwards + 0.0001 * load * computed)), part
+
+
+@on_cpu_only
+@on_processes
+def test_training_of_a_real_engine_lasts_what_it_costs(on_engines: dict[str, Any]) -> None:
+    assert on_engines["critic"]["train"] == pytest.approx(COST.train_s(sum(on_engines["lengths"])))
+    assert on_engines["finite"]
+
+
+@on_cpu_only
+@on_processes
+def test_logged_metrics_say_that_they_are_emulated(on_engines: dict[str, Any]) -> None:
+    metrics = on_engines["metrics"]
+    assert metrics["oppo/emulated"] == 1
+    assert metrics["oppo/emulated/train/steps"] == 1
+    assert metrics["oppo/emulated/overruns"] == 0, "no time passes but by sleeping"
+    assert metrics["oppo/emulated/busy_s/GPU3"] > 0
+    assert on_engines["logged"] == {"step": 3, "data": {"timing_s/step": 1.5} | metrics}
+
+
+@on_processes
+def test_hooks_are_not_there_when_emulation_is_off(tmp_path: Path) -> None:
+    assert probe("idle", tmp_path) == {
+        "loaded": False,
+        "hooked": [],
+        "metrics": {},
+        "logged": {"step": 3, "data": {"timing_s/step": 1.5}},
+    }
+
+
+@on_cpu_only
+@on_processes
+def test_real_vllm_engine_decodes_prefills_and_syncs_in_emulated_time(tmp_path: Path) -> None:
+    variables = emulated_variables(tmp_path, replace(COST, time_scale=1.0))
+    found = probe("inference", tmp_path, VERL_CPU_VISIBLE_DEVICES="5", **variables)
+    assert found["generated"] == [12, 12, 12]
+    assert found["same"], "the weights that were synced are those the engine had"
+    assert list(found["devices"]) == ["GPU5"]
+    decode, prefill, sync = (found["devices"]["GPU5"][kind] for kind in ("decode", "prefill", "sync"))
+    # Twice three prompts of 5, 9 and 14 tokens; the first of 12 tokens comes out of the prefill.
+    assert decode["steps"] >= 2 * 11
+    assert prefill["steps"] >= 2
+    sequences, cached = 2 * 3 * 11, 2 * sum(length * 11 + sum(range(11)) for length in (5, 9, 14))
+    steps = decode["steps"] + prefill["steps"]
+    cost_s = 0.01 * steps + 0.001 * sequences + 0.00001 * cached + 0.0001 * 2 * (5 + 9 + 14)
+    assert decode["emulated_s"] + prefill["emulated_s"] >= cost_s - CLOSE_ENOUGH_S * steps
+    assert sync["steps"] == 1
+    assert sync["emulated_s"] >= 0.5 - CLOSE_ENOUGH_S
