@@ -1,16 +1,12 @@
 """The embedded default's toy assets: tokenizers, task and rule, data in verl's format, models, cache folder."""
 
-import asyncio
 import itertools
 import json
-import math
 import random
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -24,17 +20,15 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
 )
-from verl import DataProto
-from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils import hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from verl_oppo.demo import assets as assets_module
-from verl_oppo.demo.assets import DemoAssets, DemoSettings, ensure_assets, ensure_other_reward_model
+from verl_oppo.demo.assets import DemoAssets, DemoSettings, ensure_assets
 from verl_oppo.demo.models import ModelSettings
-from verl_oppo.demo.reward_model import judged_text, sample_judged_response
+from verl_oppo.demo.reward_model import judged_text
 from verl_oppo.demo.task import (
     DATA_SOURCE,
     HEADINGS,
@@ -125,8 +119,11 @@ def test_the_other_tokenizer_shares_neither_ids_nor_counts_nor_template() -> Non
     texts = [judged_text(tokenizer, REQUEST, "#1 apple #2 fig") for tokenizer in (ACTOR_TOKENIZER, other)]
     assert texts[0] != texts[1]
     assert len(ACTOR_TOKENIZER.encode(" #1 apple #2 fig")) != len(other.encode(" #1 apple #2 fig"))
-    assert all(ACTOR_TOKENIZER.get_vocab()[token] != index for token, index in other.get_vocab().items() if token in
-               ACTOR_TOKENIZER.get_vocab() and token.strip() in TOPICS)
+    assert all(
+        ACTOR_TOKENIZER.get_vocab()[token] != index
+        for token, index in other.get_vocab().items()
+        if token in ACTOR_TOKENIZER.get_vocab() and token.strip() in TOPICS
+    )
 
 
 # ---------------------------------- task and rule ----------------------------------
@@ -141,8 +138,10 @@ def test_the_score_is_the_share_on_the_topic_where_the_length_fits() -> None:
     assert score(full) == pytest.approx(1.0)
     half = full.replace("plum", "wolf").replace("#2 apple fig", "#2 nail fig").replace("#4 apple", "#4 rain")
     on_topic = 1 - (4 + 2) / 12
-    assert score(full) - score(half) == pytest.approx((1 - on_topic) * (score(full) - score(full.replace("apple", "saw")
-        .replace("fig", "saw").replace("plum", "saw"))))
+    assert score(full) - score(half) == pytest.approx(
+        (1 - on_topic)
+        * (score(full) - score(full.replace("apple", "saw").replace("fig", "saw").replace("plum", "saw")))
+    )
     assert score("") == 0.0
 
 
@@ -159,8 +158,10 @@ def test_lengths_far_from_the_requested_cost_and_near_ones_do_not_matter_much() 
     assert by_words[200] > 0.5
 
 
-@given(st.lists(st.sampled_from([*HEADINGS, *TOPICS["fruit"], *TOPICS["tools"], "user", "fruit"]), max_size=60),
-       st.sampled_from(SECTION_SIZES))
+@given(
+    st.lists(st.sampled_from([*HEADINGS, *TOPICS["fruit"], *TOPICS["tools"], "user", "fruit"]), max_size=60),
+    st.sampled_from(SECTION_SIZES),
+)
 def test_the_score_is_bounded_and_running_scores_are_those_of_prefixes(words: list[str], size: int) -> None:
     ground_truth = f"tools {size}"
     prefixes = [score(" ".join(words[: count + 1]), ground_truth) for count in range(len(words))]
@@ -218,10 +219,16 @@ def test_a_bad_setting_is_refused_by_name(make, key: str) -> None:
 
 
 def test_prompts_are_distinct_short_and_loaded_by_verl(untrained: DemoAssets) -> None:
-    rows = [row for file in (untrained.train_file, untrained.val_file) for row in pyarrow.parquet.read_table(file).to_pylist()]
+    rows = [
+        row
+        for file in (untrained.train_file, untrained.val_file)
+        for row in pyarrow.parquet.read_table(file).to_pylist()
+    ]
     assert len({row["prompt"][0]["content"] for row in rows}) == len(rows) == 40
     tokenizer = hf_tokenizer(str(untrained.actor))
-    config = OmegaConf.create({"max_prompt_length": 32, "cache_dir": str(untrained.root / "verl"), "return_raw_chat": True})
+    config = OmegaConf.create(
+        {"max_prompt_length": 32, "cache_dir": str(untrained.root / "verl"), "return_raw_chat": True}
+    )
     dataset = RLHFDataset(str(untrained.train_file), tokenizer, config)
     assert len(dataset) == UNTRAINED.num_train_prompts
     item = dataset[0]
