@@ -289,6 +289,17 @@ def test_little_more_than_the_last_chunk_is_left_at_the_end(pair):
     assert end - start > 100
 
 
+def test_space_at_the_end_is_held_back_since_templates_trim_a_response():
+    actor = TOKENIZERS["bpe"]
+    made = translator(actor, actor)
+    made.register_prompt("uid", MESSAGES)
+    response = actor("The model\n  \n \t ", add_special_tokens=False)["input_ids"]
+    streamed = made.translate(Chunk("uid_0", 0, np.array([*actor_prompt(actor), *response])))
+    final = made._input.token_ids(made._input.text(MESSAGES, response))
+    assert "The model<|im_end|>" in made._input.text(MESSAGES, response)
+    assert len(received(streamed, final)) > len(actor_prompt(actor))
+
+
 def test_nothing_is_streamed_for_an_unknown_prompt_and_all_of_it_once_the_prompt_is_known():
     actor = TOKENIZERS["bpe"]
     made = translator(actor, actor)
