@@ -336,7 +336,7 @@ def test_settings_reach_every_process_and_go_with_the_run(
     assert VARIABLE not in os.environ
     assert os.environ[emulated_run.MODULES_VARIABLE] == "some.module"
     first, last = [record.getMessage() for record in caplog.records if "EMULATED" in record.getMessage()]
-    assert "time_scale=3" in first
+    assert '"time_scale": 3' in first
     assert "1 of 1 model steps took longer in reality" in last
 
 

@@ -73,7 +73,9 @@ def emulation(config: DictConfig) -> Iterator[None]:
     runtime_env = config.ray_kwargs.ray_init.runtime_env
     with open_dict(runtime_env):
         runtime_env.env_vars = {**(runtime_env.get("env_vars") or {}), **environment}
-    logger.warning("EMULATED accelerators: every model step sleeps until it has lasted what %s says it costs", run)
+    logger.warning(
+        "EMULATED accelerators: every model step sleeps until it has lasted what it costs by %s", run.to_json()
+    )
     try:
         yield
     finally:
