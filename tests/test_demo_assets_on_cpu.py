@@ -152,8 +152,8 @@ def test_a_heading_out_of_turn_and_a_foreign_token_count_as_words_off_the_topic(
 
 
 def test_lengths_far_from_the_requested_cost_and_near_ones_do_not_matter_much() -> None:
-    by_words = {words: score(" ".join(["apple"] * words)) for words in (1, 3, 9, 12, 16, 48, 200)}
-    assert by_words[1] < by_words[3] < by_words[9] <= by_words[12]
+    by_words = {words: score(" ".join(["apple"] * words)) for words in (1, 4, 9, 12, 16, 48, 200)}
+    assert by_words[1] < by_words[4] < by_words[9] <= by_words[12]
     assert by_words[12] >= by_words[16] > by_words[48] >= by_words[200]
     assert by_words[200] > 0.5
 
@@ -188,13 +188,13 @@ def test_requested_lengths_have_a_long_tail_within_a_batch() -> None:
     rng = random.Random(0)
     batches = [[sample_request(rng, TaskSettings()).size for _ in range(16)] for _ in range(200)]
     assert statistics.median(max(batch) / min(batch) for batch in batches) >= 10
-    assert 6 <= statistics.median(itertools.chain(*batches)) <= 12
+    assert 3 <= statistics.median(itertools.chain(*batches)) <= 8
 
 
 @pytest.mark.parametrize(
     ("make", "key"),
     [
-        (lambda: TaskSettings(median_size=1), "median_size"),
+        (lambda: TaskSettings(median_size=0.5), "median_size"),
         (lambda: TaskSettings(sigma_size=-1), "sigma_size"),
         (lambda: TaskSettings(max_size=5), "max_size"),
         (lambda: TaskSettings(warm_on_topic_rate=1.5), "warm_on_topic_rate"),
@@ -207,7 +207,6 @@ def test_requested_lengths_have_a_long_tail_within_a_batch() -> None:
         (lambda: TrainSettings(num_steps=1, learning_rate=0.1, tokens_per_step=8), "tokens_per_step"),
         (lambda: DemoSettings(num_train_prompts=0), "num_train_prompts"),
         (lambda: DemoSettings(num_val_prompts=0), "num_val_prompts"),
-        (lambda: DemoSettings(num_train_prompts=10**6), "num_train_prompts"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(make, key: str) -> None:

@@ -1,19 +1,15 @@
-"""Emulated accelerators: the cost model, the clock of a device in fake time, the hooks on verl, vLLM and our scorers,
-and what a run with and without them sees.
+"""Emulated accelerators: the hooks on verl, vLLM and our scorers, and what a run with and without them sees.
 
 What needs the hooks in place runs in `emulation_probe.py`, in processes of its own.
 """
 
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_oppo import main_ppo
 from verl_oppo.platform import cpu, emulated_run, shims
-from verl_oppo.platform.cost_model import CostModel, shared_progress_s
-from verl_oppo.platform.device_clock import CLOSE_ENOUGH_S, DeviceClock, DeviceRecord, Totals, read_totals
+from verl_oppo.platform.cost_model import CostModel
+from verl_oppo.platform.device_clock import CLOSE_ENOUGH_S, DeviceClock
 from verl_oppo.platform.emulated_run import MODULE, VARIABLE, EmulatedRun, emulation, emulation_metrics
 
 PROBE = Path(__file__).with_name("emulation_probe.py")
@@ -53,226 +49,6 @@ COST = CostModel(
 def shipped_cost() -> CostModel:
     values = OmegaConf.load(ROOT / "verl_oppo" / "config" / "emulate" / "on.yaml")
     return CostModel.from_mapping({key: value for key, value in values.items() if key != "enable"})
-
-
-# cost model -----------------------------------------------------------------------------------------------------------
-
-
-def test_costs_are_linear_and_scaled() -> None:
-    assert COST.engine_step_s(decode_sequences=16, cached_tokens=1000) == pytest.approx(2 * (0.01 + 0.016 + 0.01))
-    assert COST.engine_step_s(prefill_tokens=300) == pytest.approx(2 * (0.01 + 0.03))
-    mixed = COST.engine_step_s(300, 16, 1000)
-    assert mixed == pytest.approx(COST.engine_step_s(300) + COST.engine_step_s(0, 16, 1000) - 2 * 0.01), (
-        "one step's base"
-    )
-    assert COST.forward_s(128) == pytest.approx(2 * (0.02 + 0.0128))
-    assert COST.train_s(1000) == pytest.approx(0.6)
-    assert COST.sync_s() == pytest.approx(1.0)
-    assert replace(COST, time_scale=1.0).forward_s(128) == pytest.approx(COST.forward_s(128) / 2)
-
-
-@pytest.mark.parametrize(
-    ("actor_devices", "reward_devices", "load"), [(1, 1, 7.0), (7, 1, 1.0), (2, 1, 3.5), (1, 2, 14.0)]
-)
-def test_reward_device_pays_for_the_actor_devices_that_are_not_there(
-    actor_devices: int, reward_devices: int, load: float
-) -> None:
-    assert COST.reward_load(actor_devices, reward_devices) == pytest.approx(load)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [
-        ("decode_step_s", -1e-3, "0 or more"),
-        ("train_token_s", math.nan, "finite"),
-        ("weight_sync_s", math.inf, "finite"),
-        ("prefill_call_s", "0.1", "finite"),
-        ("prefill_token_s", True, "finite"),
-        ("time_scale", 0, "above 0"),
-        ("actor_devices_per_reward_device", 0.0, "above 0"),
-        ("device_share_factor", 0.9, "1 or more"),
-    ],
-)
-def test_bad_constant_is_refused_by_name(name: str, value: object, allowed: str) -> None:
-    with pytest.raises(ValueError, match=rf"^emulate\.{name} is .*allowed: .*{allowed}"):
-        replace(COST, **{name: value})
-
-
-def test_unknown_and_missing_constants_are_refused() -> None:
-    with pytest.raises(ValueError, match="emulate.decode_s is not a key"):
-        CostModel.from_mapping(asdict(COST) | {"decode_s": 1.0})
-    with pytest.raises(ValueError, match="emulate.sync_s is not a key|emulate.weight_sync_s is missing"):
-        CostModel.from_mapping({key: value for key, value in asdict(COST).items() if key != "weight_sync_s"})
-
-
-def test_shipped_constants_follow_from_the_facts_they_cite() -> None:
-    cost, flops = shipped_cost(), 0.45 * 312e12
-    published = {1: 84.28, 14336: 77.69}
-    assert cost.decode_step_s == pytest.approx(1 / published[1], rel=0.01)
-    assert cost.decode_step_s > 2 * 7.62e9 / 2.04e12, "not faster than reading the weights"
-    per_cached = (1 / published[14336] - 1 / published[1]) / 14335
-    assert cost.decode_cached_token_s == pytest.approx(per_cached, rel=0.02)
-    assert cost.prefill_call_s == pytest.approx(1 / 40.38, rel=0.01)
-    assert cost.prefill_token_s == cost.decode_sequence_s == pytest.approx(2 * 7.07e9 / flops, rel=0.01)
-    assert cost.train_token_s == pytest.approx(6 * 7.07e9 / flops, rel=0.01)
-
-
-def test_progress_on_a_shared_device() -> None:
-    assert shared_progress_s(1.0, 0.0, 2.0) == 1.0, "alone"
-    assert shared_progress_s(1.0, 1.0, 2.0) == pytest.approx(0.5), "shared all the time"
-    assert shared_progress_s(1.0, 0.5, 2.0) == pytest.approx(0.75), "half of the time alone"
-    assert shared_progress_s(1.0, 2.0, 2.0) == pytest.approx(1 / 3), "with two others"
-    assert shared_progress_s(1.0, 1.0 + 1e-9, 1.7) == pytest.approx(shared_progress_s(1.0, 1.0, 1.7)), "no jump"
-    assert shared_progress_s(1.0, 1.0, 1.0) == 1.0, "no contention"
-    assert shared_progress_s(0.0, 0.0, 2.0) == 0.0
-
-
-# clock of a device ----------------------------------------------------------------------------------------------------
-
-
-class FakeTime:
-    """Time that passes only by sleeping; `events` happen at their times, in the middle of sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.sleeps = 0
-        self.events: list[tuple[float, Callable[[], object]]] = []
-
-    def pass_to(self, end: float) -> None:
-        for event in [event for event in sorted(self.events, key=lambda event: event[0]) if event[0] <= end]:
-            self.events.remove(event)
-            self.now = max(self.now, event[0])
-            event[1]()
-        self.now = max(self.now, end)
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.sleeps += 1
-        self.pass_to(self.now + seconds)
-
-    def clock(self, folder: Path, share_factor: float = 2.0) -> DeviceClock:
-        return DeviceClock(folder, share_factor, lambda: self.now, self.sleep)
-
-
-@pytest.fixture
-def fake() -> FakeTime:
-    return FakeTime()
-
-
-def test_step_lasts_its_cost_and_sleeps_once(fake: FakeTime, tmp_path: Path) -> None:
-    clock = fake.clock(tmp_path / "GPU0")
-    with clock.step("decode", 0.5):
-        fake.pass_to(0.2)
-    assert fake.now == pytest.approx(0.5)
-    assert fake.sleeps == 1
-    totals = read_totals(tmp_path)["GPU0"]["decode"]
-    assert totals == Totals(steps=1, overruns=0, overrun_s=0, real_s=pytest.approx(0.2), emulated_s=pytest.approx(0.5))
-
-
-def test_step_that_takes_longer_for_real_is_counted_and_not_hidden(fake: FakeTime, tmp_path: Path) -> None:
-    clock = fake.clock(tmp_path / "GPU0")
-    with clock.step("train", 0.5):
-        fake.pass_to(0.7)
-    with clock.step("train", 0.5):
-        fake.pass_to(0.8)
-    assert fake.now == pytest.approx(1.2)
-    totals = read_totals(tmp_path)["GPU0"]["train"]
-    assert (totals.steps, totals.overruns) == (2, 1)
-    assert totals.overrun_s == pytest.approx(0.2)
-    assert totals.real_s == pytest.approx(0.8)
-    assert totals.emulated_s == pytest.approx(1.2)
-
-
-def test_step_that_fails_is_not_waited_for(fake: FakeTime, tmp_path: Path) -> None:
-    clock = fake.clock(tmp_path / "GPU0")
-    with pytest.raises(RuntimeError), clock.step("prefill", 5.0):
-        raise RuntimeError
-    assert fake.now == 0.0
-    assert read_totals(tmp_path)["GPU0"]["prefill"].steps == 0
-    with clock.step("prefill", 1.0):
-        pass
-    assert fake.now == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("busy_from", "busy_to", "lasted"),
-    [(0.0, 99.0, 2.0), (0.0, 0.5, 1.25), (0.5, 99.0, 1.5), (0.25, 0.75, 1.25), (5.0, 6.0, 1.0)],
-)
-def test_models_that_share_a_device_slow_each_other_while_they_overlap(
-    fake: FakeTime, tmp_path: Path, busy_from: float, busy_to: float, lasted: float
-) -> None:
-    """1 s of work at full speed alone and half of it shared."""
-    first, second = fake.clock(tmp_path / "GPU0"), fake.clock(tmp_path / "GPU0")
-    steps: list[Any] = []
-    fake.events = [
-        (busy_from, lambda: steps.append(second.begin())),
-        (busy_to, lambda: second.abandon(steps[0])),
-    ]
-    fake.pass_to(0.0)
-    with first.step("prefill", 1.0):
-        pass
-    assert fake.now == pytest.approx(lasted, abs=2 * CLOSE_ENOUGH_S)
-
-
-def test_two_steps_at_once_take_twice_as_long_as_each_alone(fake: FakeTime, tmp_path: Path) -> None:
-    """Plain time slicing keeps the device's work: 1 s and 1 s end after 2 s."""
-    first, second = fake.clock(tmp_path / "GPU0"), fake.clock(tmp_path / "GPU0")
-    other = second.begin()
-    with first.step("decode", 1.0):
-        pass
-    assert fake.now == pytest.approx(2.0, abs=2 * CLOSE_ENOUGH_S)
-    second.finish(other, "prefill", 1.0)
-    assert fake.now == pytest.approx(2.0, abs=4 * CLOSE_ENOUGH_S)
-
-
-def test_model_on_a_device_of_its_own_is_not_slowed(fake: FakeTime, tmp_path: Path) -> None:
-    fake.clock(tmp_path / "GPU0").begin()
-    with fake.clock(tmp_path / "GPU1").step("prefill", 1.0):
-        pass
-    assert fake.now == pytest.approx(1.0)
-
-
-def test_process_that_died_in_a_step_slows_nobody(fake: FakeTime, tmp_path: Path) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    (tmp_path / "GPU0").mkdir()
-    DeviceRecord(tmp_path / "GPU0" / f"{gone.pid}.0", create=True).set_busy(0.0, 0.0)
-    with fake.clock(tmp_path / "GPU0").step("decode", 1.0):
-        pass
-    assert fake.now == pytest.approx(1.0)
-
-
-def test_steps_of_one_process_do_not_nest(fake: FakeTime, tmp_path: Path) -> None:
-    clock = fake.clock(tmp_path / "GPU0")
-    clock.begin()
-    with pytest.raises(AssertionError, match="within another"):
-        clock.begin()
-
-
-def test_reader_never_sees_half_a_state(tmp_path: Path) -> None:
-    """The busy time of a process that toggles is never that of an old total with a new start."""
-    written, read = DeviceRecord(tmp_path / "1.0", create=True), DeviceRecord(tmp_path / "1.0")
-    stop = threading.Event()
-
-    def toggle() -> None:
-        while not stop.is_set():
-            written.set_busy(0.0, 100.0)
-            written.set_busy(1000.0, None)
-
-    thread = threading.Thread(target=toggle)
-    thread.start()
-    try:
-        seen = {read.busy_s(101.0) for _ in range(20000)}
-    finally:
-        stop.set()
-        thread.join()
-    assert seen <= {0.0, 1.0, 1000.0}
-
-
-def test_sleeping_is_real_and_at_least_the_cost(tmp_path: Path) -> None:
-    with DeviceClock(tmp_path / "GPU0", 2.0).step("sync", 0.05):
-        pass
-    assert read_totals(tmp_path)["GPU0"]["sync"].emulated_s >= 0.05 - CLOSE_ENOUGH_S
 
 
 # config and the entry -------------------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ the share of words on the topic is a property of every word that PPO can raise q
 decided after a word, by the comma: next to the words it would become likelier with each word that becomes likelier.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
