@@ -92,7 +92,17 @@ def test_the_error_is_unknown_below_two_steps_a_side(rewards, expected):
 
 def test_summary_of_an_overlapped_run():
     records = [
-        StepRecord(i, reward=i / 10, seconds=seconds, delta=4, deferred=i % 3, first_b_latency_s=0.002 * i)
+        StepRecord(
+            i,
+            reward=i / 10,
+            seconds=seconds,
+            delta=4,
+            deferred=i % 3,
+            first_b_latency_s=0.002 * i,
+            hidden_ratio=None if i == 1 else 0.2 * i,
+            cached_token_ratio=0.9,
+            emulated=True,
+        )
         for i, seconds in enumerate([30.0, 3.0, 2.0, 3.0], 1)
     ]
     assert summarize(records, "m.jsonl", "p.png") == {
@@ -103,6 +113,9 @@ def test_summary_of_an_overlapped_run():
         "deferred": 1 + 2 + 0 + 1,
         "step_s_median": 3.0,
         "first_b_latency_s_median": 0.005,
+        "hidden_ratio_median": 0.6,
+        "cached_token_ratio_median": 0.9,
+        "emulated": True,
         "metrics_file": "m.jsonl",
         "plot": "p.png",
     }
@@ -112,7 +125,14 @@ def test_keys_that_do_not_apply_are_null_but_there():
     stock, empty = summarize(steps([0.1, 0.2]), "m.jsonl", None), summarize([], None, None)
     assert stock.keys() == empty.keys()
     assert (stock["deferred"], stock["first_b_latency_s_median"], stock["plot"]) == (None, None, None)
-    assert {key for key, value in empty.items() if value is not None} == {"steps"}
+    assert {key for key, value in empty.items() if value is not None} == {"steps", "emulated"}
+    assert not empty["emulated"]
+
+
+def test_words_say_that_the_step_times_are_emulated():
+    emulated = [StepRecord(i, reward=0.1, seconds=1.0, emulated=True, cached_token_ratio=0.9) for i in range(4)]
+    assert "EMULATED" in " ".join(summary_words(summarize(emulated, None, None), 1.0))
+    assert "EMULATED" not in " ".join(summary_words(summarize(steps([0.1, 0.2]), None, None), 1.0))
 
 
 def test_a_run_without_any_deferral_reports_zero_not_null():

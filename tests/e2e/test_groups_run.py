@@ -9,7 +9,7 @@ NUM_STEPS = 4
 BATCH_SIZE = 8
 GROUP_SIZE = 2
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.fixture(scope="module")

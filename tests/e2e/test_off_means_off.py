@@ -26,7 +26,7 @@ ROW_TOLERANCE = 1e-5
 SUM_TOLERANCE = 1e-4
 SUMS = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm", "actor/entropy")
 
-pytestmark = pytest.mark.timeout(2400)
+pytestmark = pytest.mark.timeout(3800)
 
 
 def overrides(folder: Path) -> list[str]:

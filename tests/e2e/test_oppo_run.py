@@ -30,7 +30,7 @@ SETTINGS = (
     "trainer.v1.oppo.intra_step.verify=2",
 )
 
-pytestmark = pytest.mark.timeout(1100)
+pytestmark = pytest.mark.timeout(2000)
 
 
 @pytest.fixture(scope="module")

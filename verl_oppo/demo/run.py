@@ -32,6 +32,7 @@ from verl_oppo.demo.child import ChildRun
 from verl_oppo.demo.child_log import clean_line, errors, last_words, total_steps
 from verl_oppo.demo.summary import (
     StepRecord,
+    is_emulated,
     progress_line,
     reward_change,
     split_records,
@@ -281,6 +282,8 @@ def save_plot(records: Sequence[StepRecord], path: Path) -> Path | None:
         top.axhline(first, linestyle=":", color="gray", label="first steps")
         top.axhline(last, linestyle="--", color="gray", label="last steps")
     top.set_ylabel("mean reward")
+    if is_emulated(records):
+        top.set_title("step times of EMULATED accelerators (emulate=on)")
     top.legend()
     bottom.plot(steps, [_or_gap(record.seconds) for record in records], marker=".", color="tab:orange")
     if any(record.deferred is not None for record in records):

@@ -24,6 +24,9 @@ class StepRecord:
     delta: float | None = None
     deferred: float | None = None
     first_b_latency_s: float | None = None
+    hidden_ratio: float | None = None
+    cached_token_ratio: float | None = None
+    emulated: bool = False
 
 
 def split_records(pending: bytes) -> tuple[list[dict[str, Any]], bytes]:
@@ -61,6 +64,9 @@ def step_record(record: Mapping[str, Any]) -> StepRecord | None:
         delta=_number(data, "oppo/overcommit/delta"),
         deferred=_number(data, "oppo/deferred/num"),
         first_b_latency_s=_number(data, "timing_s/first_b_latency"),
+        hidden_ratio=_number(data, "oppo/overlap/hidden_ratio"),
+        cached_token_ratio=_number(data, "oppo/overlap/cached_token_ratio"),
+        emulated=bool(_number(data, "oppo/emulated")),
     )
 
 
@@ -117,9 +123,17 @@ def summarize(records: Sequence[StepRecord], metrics_file: str | None, plot: str
         "deferred": int(sum(deferred)) if deferred else None,
         "step_s_median": _rounded(_median(record.seconds for record in records)),
         "first_b_latency_s_median": _rounded(_median(record.first_b_latency_s for record in records)),
+        "hidden_ratio_median": _rounded(_median(record.hidden_ratio for record in records)),
+        "cached_token_ratio_median": _rounded(_median(record.cached_token_ratio for record in records)),
+        "emulated": is_emulated(records),
         "metrics_file": metrics_file,
         "plot": plot,
     }
+
+
+def is_emulated(records: Sequence[StepRecord]) -> bool:
+    """Whether the step times are those of emulated accelerators."""
+    return any(record.emulated for record in records)
 
 
 def _present(values: Iterable[float | None]) -> list[float]:
@@ -149,7 +163,18 @@ def summary_words(summary: Mapping[str, Any], elapsed_s: float) -> list[str]:
     else:
         lines.append("This trainer mode does not defer prompts, so it reports no OPPO figures.")
     if summary["step_s_median"] is not None:
-        lines.append(f"A step took {summary['step_s_median']:.2f} s (median).")
+        clock = ", on EMULATED accelerators (emulate=on)" if summary["emulated"] else ""
+        lines.append(f"A step took {summary['step_s_median']:.2f} s (median){clock}.")
+    if summary["cached_token_ratio_median"] is not None:
+        hidden = summary["hidden_ratio_median"]
+        lines.append(
+            f"The scorers had {100 * summary['cached_token_ratio_median']:.0f} % of a response prefilled when it ended"
+            + (
+                f", which hid {100 * hidden:.0f} % of the scoring time (medians)."
+                if hidden is not None
+                else " (median)."
+            )
+        )
     if summary["first_b_latency_s_median"] is not None:
         lines.append(
             f"The trainer went on {1000 * summary['first_b_latency_s_median']:.0f} ms after the last prompt of a batch "
