@@ -166,15 +166,9 @@ def summary_words(summary: Mapping[str, Any], elapsed_s: float) -> list[str]:
         clock = ", on EMULATED accelerators (emulate=on)" if summary["emulated"] else ""
         lines.append(f"A step took {summary['step_s_median']:.2f} s (median){clock}.")
     if summary["cached_token_ratio_median"] is not None:
-        hidden = summary["hidden_ratio_median"]
-        lines.append(
-            f"The scorers had {100 * summary['cached_token_ratio_median']:.0f} % of a response prefilled when it ended"
-            + (
-                f", which hid {100 * hidden:.0f} % of the scoring time (medians)."
-                if hidden is not None
-                else " (median)."
-            )
-        )
+        cached, hidden = summary["cached_token_ratio_median"], summary["hidden_ratio_median"]
+        hid = f", which hid {100 * hidden:.0f} % of the scoring time" if hidden is not None else ""
+        lines.append(f"The scorers had {100 * cached:.0f} % of a response prefilled when it ended{hid} (median).")
     if summary["first_b_latency_s_median"] is not None:
         lines.append(
             f"The trainer went on {1000 * summary['first_b_latency_s_median']:.0f} ms after the last prompt of a batch "
