@@ -4,6 +4,7 @@ What needs the hooks in place runs in `emulation_probe.py`, in processes of its 
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -81,9 +82,16 @@ def test_stale_variable_does_not_emulate(monkeypatch: pytest.MonkeyPatch) -> Non
         assert emulation_metrics() == {}
 
 
+@pytest.fixture
+def entry_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """The log of the entry's module, which another library's logging set-up in this process may have disabled."""
+    logging.getLogger("verl_oppo.platform.emulated_run").disabled = False
+    return caplog
+
+
 @on_cpu_only
 def test_settings_reach_every_process_and_go_with_the_run(
-    untouched_environment: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    untouched_environment: None, monkeypatch: pytest.MonkeyPatch, entry_log: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(emulated_run.MODULES_VARIABLE, "some.module")
     config = composed("emulate=on", "emulate.time_scale=3", "reward.reward_model.enable=false")
@@ -111,18 +119,18 @@ def test_settings_reach_every_process_and_go_with_the_run(
     assert not Path(run.folder).exists()
     assert VARIABLE not in os.environ
     assert os.environ[emulated_run.MODULES_VARIABLE] == "some.module"
-    first, last = [record.getMessage() for record in caplog.records if "EMULATED" in record.getMessage()]
+    first, last = [record.getMessage() for record in entry_log.records if "EMULATED" in record.getMessage()]
     assert '"time_scale": 3' in first
     assert "1 of 1 model steps took longer in reality" in last
 
 
 @on_cpu_only
 def test_run_that_fails_still_says_that_it_was_emulated(
-    untouched_environment: None, caplog: pytest.LogCaptureFixture
+    untouched_environment: None, entry_log: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(RuntimeError, match="boom"), emulation(composed("emulate=on")):
         raise RuntimeError("boom")
-    assert "0 of 0 model steps" in caplog.text
+    assert "0 of 0 model steps" in entry_log.text
 
 
 @on_cpu_only

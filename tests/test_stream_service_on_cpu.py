@@ -162,6 +162,16 @@ def test_a_service_that_is_gone_is_an_error_at_once(cluster):
     client = StreamClient.start()
     assert client.call("waiting_for", timeout_s=LONG_S) == "no consumers"
     ray.kill(client.handle)
+
+    def is_gone() -> bool:
+        """`ray.kill` returns before the actor is dead: it may answer once more."""
+        try:
+            client.call("waiting_for", timeout_s=LONG_S)
+        except ActorDiedError:
+            return True
+        return False
+
+    wait_until(is_gone)
     with pytest.raises(ActorDiedError):
         client.call("stats", timeout_s=LONG_S)
     with pytest.raises(ActorDiedError):
