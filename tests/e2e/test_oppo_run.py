@@ -1,7 +1,7 @@
 """One real OPPO run with checkpoints and validation, and its resume: ledger, token versions, lengths, ages.
 
-Real verl trainer, vLLM, Ray and TransferQueue; critic and reference take chunks, and every second step is verified
-against verl's plain path.
+Real verl trainer, vLLM, Ray and TransferQueue; a colocated reward model, critic and reference take chunks, and every
+second step is verified against verl's plain path.
 """
 
 import json
@@ -16,9 +16,9 @@ RESUMED_STEPS = 8
 BATCH_SIZE = 16
 MAX_RESPONSE = 320
 SETTINGS = (
-    "reward.reward_model.enable=false",
-    "reward.custom_reward_function.path=pkg://verl_oppo.demo.task",
-    "trainer.v1.oppo.intra_step.reward=off",
+    # Colocated, so that validation runs while reward model and critic share the actor's devices.
+    "reward.reward_model.enable_resource_pool=false",
+    "trainer.v1.oppo.intra_step.reward=fsdp",
     "trainer.save_freq=1",
     "trainer.test_freq=3",
     "data.val_max_samples=16",
@@ -98,9 +98,9 @@ def test_every_token_of_a_carried_rollout_knows_its_version(first: Run) -> None:
     assert num_carried > 0, "no rollout spans two weight versions: nothing was carried"
 
 
-def test_streamed_values_and_log_probs_are_the_plain_ones(first: Run) -> None:
+def test_streamed_scores_values_and_log_probs_are_the_plain_ones(first: Run) -> None:
     metrics = metrics_of_first(first)
-    for name in ("critic", "reference"):
+    for name in ("reward", "critic", "reference"):
         key = f"oppo/verify/{name}_difference"
         verified = [data[key] for data in metrics if key in data]
         assert len(verified) == NUM_STEPS // 2
