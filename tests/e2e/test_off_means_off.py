@@ -103,7 +103,8 @@ def oppo_off(folder: Path, stock: Run) -> Run:
 def oppo_shuffled(folder: Path, stock: Run) -> Run:
     """The second case: two shuffled minibatches a step."""
     cache_for_oppo(folder)
-    shuffled = ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.shuffle=true"]
+    actor = "actor_rollout_ref.actor"
+    shuffled = [f"{actor}.ppo_mini_batch_size=8", f"{actor}.ppo_micro_batch_size_per_gpu=8", f"{actor}.shuffle=true"]
     run = train(folder / "shuffled", [*overrides(folder), *OFF, *shuffled, "trainer.total_training_steps=1"])
     assert_finished(run)
     return run
