@@ -3,8 +3,9 @@
 import json
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from verl_oppo.demo.child import ChildRun
 ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 900
 """A run's bound: about two minutes of start-up on two free cores, several times that on a busy machine."""
+
+STOP = threading.Event()
+"""Set when the session ends: runs that are still going are ended."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class Run:
         return {key: row for key, row in rows.items() if "advantages" in row and key not in earlier}
 
 
+GetRun = Callable[[str], Run]
+
+
 def train(
     folder: Path,
     overrides: Sequence[str],
@@ -78,7 +85,7 @@ def train(
     child = ChildRun(command, folder / "log.txt", environment)
     deadline = time.monotonic() + timeout_s
     try:
-        while child.poll() is None and time.monotonic() < deadline:
+        while child.poll() is None and time.monotonic() < deadline and not STOP.is_set():
             time.sleep(0.5)
     finally:
         status = child.end()

@@ -8,60 +8,20 @@ import json
 from pathlib import Path
 
 import pytest
-from e2e_runs import Run, assert_finished, train
+from e2e_runs import GetRun, Run
+from e2e_specs import BATCH_SIZE, MAX_RESPONSE, NUM_STEPS, RESUMED_FROM, RESUMED_STEPS
 
-NUM_STEPS = 6
-RESUMED_FROM = 4
-RESUMED_STEPS = 8
-BATCH_SIZE = 16
-MAX_RESPONSE = 320
-SETTINGS = (
-    # Colocated, so that validation runs while reward model and critic share the actor's devices.
-    "reward.reward_model.enable_resource_pool=false",
-    "trainer.v1.oppo.intra_step.reward=fsdp",
-    "trainer.save_freq=1",
-    "trainer.test_freq=3",
-    "data.val_max_samples=16",
-    "trainer.checkpoint_callback_class=e2e_recorder.Recorder",
-    "trainer.v1.oppo.inter_step.delta_init=6",
-    "trainer.v1.oppo.intra_step.critic=true",
-    "trainer.v1.oppo.intra_step.reference=true",
-    "trainer.v1.oppo.intra_step.chunk_size=16",
-    "trainer.v1.oppo.intra_step.verify=2",
-)
-
-pytestmark = pytest.mark.timeout(2000)
+pytestmark = pytest.mark.timeout(3600)
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = train(tmp_path_factory.mktemp("oppo") / "run", [f"trainer.total_training_steps={NUM_STEPS}", *SETTINGS])
-    assert_finished(run)
-    return run
+def first(runs: GetRun) -> Run:
+    return runs("first")
 
 
 @pytest.fixture(scope="module")
-def resumed(first: Run) -> Run:
-    """The same folder from a checkpoint in the middle, when prompts were in flight, as after a crash."""
-    (first.folder / "metrics.jsonl").rename(first.folder / "metrics-first.jsonl")
-    checkpoint = first.folder / "checkpoints" / f"global_step_{RESUMED_FROM}"
-    run = train(
-        first.folder,
-        [
-            f"trainer.total_training_steps={RESUMED_STEPS}",
-            "trainer.resume_mode=resume_path",
-            f"trainer.resume_from_path={checkpoint}",
-            *SETTINGS,
-        ],
-    )
-    assert_finished(run)
-    return run
-
-
-def metrics_of_first(run: Run) -> list[dict]:
-    path = run.folder / "metrics-first.jsonl"
-    lines = (path if path.exists() else run.folder / "metrics.jsonl").read_text().splitlines()
-    return [record["data"] for record in map(json.loads, lines) if "training/global_step" in record["data"]]
+def resumed(runs: GetRun) -> Run:
+    return runs("resumed")
 
 
 def check_ledger(metrics: list[dict], first_step: int) -> None:
@@ -72,7 +32,7 @@ def check_ledger(metrics: list[dict], first_step: int) -> None:
 
 
 def test_ledger_adds_up_at_every_step(first: Run) -> None:
-    metrics = metrics_of_first(first)
+    metrics = first.metrics
     assert len(metrics) == NUM_STEPS
     check_ledger(metrics, first_step=1)
     assert max(data["oppo/deferred/num"] for data in metrics) > 0
@@ -99,7 +59,7 @@ def test_every_token_of_a_carried_rollout_knows_its_version(first: Run) -> None:
 
 
 def test_streamed_scores_values_and_log_probs_are_the_plain_ones(first: Run) -> None:
-    metrics = metrics_of_first(first)
+    metrics = first.metrics
     for name in ("reward", "critic", "reference"):
         key = f"oppo/verify/{name}_difference"
         verified = [data[key] for data in metrics if key in data]
@@ -110,12 +70,12 @@ def test_streamed_scores_values_and_log_probs_are_the_plain_ones(first: Run) -> 
 
 
 def test_validation_runs_during_training(first: Run) -> None:
-    validated = [any(name.startswith("val-core/") for name in data) for data in metrics_of_first(first)]
+    validated = [any(name.startswith("val-core/") for name in data) for data in first.metrics]
     assert validated == [step % 3 == 0 for step in range(1, NUM_STEPS + 1)]
 
 
 def test_first_b_wakes_the_trainer_at_once(first: Run) -> None:
-    latencies = sorted(data["timing_s/first_b_latency"] for data in metrics_of_first(first))
+    latencies = sorted(data["timing_s/first_b_latency"] for data in first.metrics)
     assert latencies[len(latencies) // 2] < 1.0, "verl's own poll takes 2 s; the signal must not depend on it"
 
 
