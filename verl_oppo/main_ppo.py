@@ -20,7 +20,13 @@ def demo_asset(name: str) -> str:
     return str(getattr(ensure_assets(), name))
 
 
+def demo_reward_pool(trainer_mode: str) -> bool:
+    """Whether the embedded default's reward model has devices of its own: stock verl 0.9.1 fails with it (verl#7368)."""
+    return trainer_mode == TRAINER_MODE
+
+
 OmegaConf.register_new_resolver("oppo_demo_asset", demo_asset, replace=True)
+OmegaConf.register_new_resolver("oppo_demo_reward_pool", demo_reward_pool, replace=True)
 
 
 def prepare_platform(config: DictConfig) -> None:
