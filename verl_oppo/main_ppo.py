@@ -21,7 +21,7 @@ def demo_asset(name: str) -> str:
 
 
 def demo_reward_pool(trainer_mode: str) -> bool:
-    """Whether the embedded default's reward model has devices of its own: stock verl 0.9.1 fails with it (verl#7368)."""
+    """Whether the demo's reward model has devices of its own: stock verl 0.9.1 fails with that (verl#7368)."""
     return trainer_mode == TRAINER_MODE
 
 
