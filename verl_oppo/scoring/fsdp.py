@@ -25,6 +25,7 @@ from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_oppo.scoring import support
+from verl_oppo.scoring.device_memory import free_device_bytes
 from verl_oppo.scoring.paged_kv import Layout, PagedCache, Segment, dummy_segment, packed_layout, padded_layout
 from verl_oppo.scoring.prefix_cache import FIRST_BLOCK, PrefixCache, as_ids
 from verl_oppo.scoring.scorer import (
@@ -124,6 +125,7 @@ class FSDPScorer:
             cache_bytes_limit=self._settings.cache_bytes,
             bytes_per_token=self._token_bytes,
             weights_offloaded=support.streams_weights(self._engine),
+            device_free_bytes=free_device_bytes(),
         )
 
     # Input, checked before anything changes -----------------------------------------------------------------------

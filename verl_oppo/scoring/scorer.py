@@ -173,6 +173,8 @@ class ScorerStats:
     bytes_per_token: int = 0
     weights_offloaded: bool = False
     """Whether every forward streams the weights from host memory: then streaming is not worth it on a GPU."""
+    device_free_bytes: int | None = None
+    """Bytes that this rank could still allocate on its device; None on a CPU."""
 
 
 class Scorer(Protocol):

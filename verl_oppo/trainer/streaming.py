@@ -25,12 +25,14 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_oppo.config.schema import OppoConfig
 from verl_oppo.scoring import reward_loop, reward_support, support
+from verl_oppo.scoring.device_memory import MemoryNeed, memory_needed, reason_not_to_stream
 from verl_oppo.scoring.reward_loop import ScoreRecord
 from verl_oppo.scoring.scorer import Scored, ScorerSettings, Trajectory
 from verl_oppo.scoring.workers import ActorRolloutRefWorkerOppo, CriticWorkerOppo
 from verl_oppo.stream.consumer import ConsumerSettings, ConsumerStats
 from verl_oppo.stream.service import StreamClient
 from verl_oppo.stream.target import WorkerGroupTarget
+from verl_oppo.trainer.support import computes_in_float32
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,15 @@ class FinalCall:
     seconds: float
 
 
+@dataclass(frozen=True)
+class FusedScorer:
+    """A scorer inside verl's fused workers, beside the actor: `role` is the prefix of its methods there."""
+
+    group: RayWorkerGroup
+    role: Role
+    need: MemoryNeed
+
+
 class IntraStepStream:
     """The run's stream, or the fact that there is none.
 
@@ -113,6 +124,7 @@ class IntraStepStream:
         self._reward_loop_manager: reward_loop.RewardLoopManagerOppo | None = None
         self._reward_records: dict[str, ScoreRecord] = {}
         self._chunk_size: int | None = None
+        self._fused: dict[str, FusedScorer] = {}
         if intra_step.enable and not self.active:
             logger.warning("trainer.v1.oppo.intra_step: nothing streams in this run, all scores are verl's own")
 
@@ -210,16 +222,32 @@ class IntraStepStream:
         manager.attach(self._client)
 
     def _connect_fused(self, name: str, group: RayWorkerGroup, role: Role, hf_config: PretrainedConfig) -> None:
-        """A scorer inside verl's fused workers; `role` is the prefix that verl gives their methods."""
+        """Builds the scorer; whether it takes chunks is decided once the rollout engine is awake beside it."""
         settings = scorer_settings(self._config, hf_config, group.world_size, self._max_prompts, name)
         ray.get(group.oppo_setup(settings), timeout=SETUP_TIMEOUT_S)
-        target = WorkerGroupTarget(group.workers, prefix=f"{role}_")
-        self._client.call("add_consumer", name, target, ConsumerSettings())
+        outputs = 1 if name == "critic" else hf_config.get_text_config().vocab_size
+        dtype = torch.float32 if computes_in_float32(self._config, name) else torch.bfloat16
+        self._fused[name] = FusedScorer(group, role, memory_needed(hf_config, settings, dtype, outputs))
+
+    def _admit_fused(self) -> None:
+        """Before the first chunk: those that fit take part, the others compute as in verl, and the log says why."""
+        while self._fused:
+            name, fused = self._fused.popitem()
+            stats = ray.get(fused.group.oppo_stats(), timeout=RPC_TIMEOUT_S)
+            reason = reason_not_to_stream(stats, fused.need)
+            if reason is None:
+                target = WorkerGroupTarget(fused.group.workers, prefix=f"{fused.role}_")
+                self._client.call("add_consumer", name, target, ConsumerSettings())
+                continue
+            logger.warning("trainer.v1.oppo.intra_step.%s: does not stream, since %s", name, reason)
+            self._streams_critic = self._streams_critic and name != "critic"
+            self._streams_reference = self._streams_reference and name != "reference"
 
     # ---------------------------------- a step ----------------------------------
 
     def begin(self, chunk_size: int | None) -> None:
         """The engines decode: chunks flow."""
+        self._admit_fused()
         if not self.active:
             return
         if chunk_size != self._chunk_size:
