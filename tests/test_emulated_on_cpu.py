@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -83,10 +84,15 @@ def test_stale_variable_does_not_emulate(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def entry_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The log of the entry's module, which another library's logging set-up in this process may have disabled."""
-    logging.getLogger("verl_oppo.platform.emulated_run").disabled = False
-    return caplog
+def entry_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """The log of the entry's module, whatever another library's logging set-up in this process did to it."""
+    entry = emulated_run.logger
+    monkeypatch.setattr(entry, "disabled", False)
+    monkeypatch.setattr(entry, "propagate", False)
+    caplog.set_level(logging.WARNING, logger=entry.name)
+    entry.addHandler(caplog.handler)
+    yield caplog
+    entry.removeHandler(caplog.handler)
 
 
 @on_cpu_only

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 900
 """A run's bound: about two minutes of start-up on two free cores, several times that on a busy machine."""
 
+RAY_DID_NOT_START = "The current node timed out during startup"
+"""What Ray says when its daemons got too little of a busy machine for 30 s; nothing of the run has happened then."""
+
 STOP = threading.Event()
 """Set when the session ends: runs that are still going are ended."""
 
@@ -65,7 +68,10 @@ def train(
     env: dict[str, str] | None = None,
     timeout_s: float = RUN_TIMEOUT_S,
 ) -> Run:
-    """Run a training command to its end, or end it after `timeout_s` seconds; its log and metrics are in `folder`."""
+    """Run a training command to its end, or end it after `timeout_s` seconds; its log and metrics are in `folder`.
+
+    Once more, if Ray itself did not come up.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", module),
@@ -82,6 +88,13 @@ def train(
         "HYDRA_FULL_ERROR": "1",
         **(env or {}),
     }
+    run = run_to_end(command, folder, environment, timeout_s)
+    if run.status != 0 and RAY_DID_NOT_START in run.log:
+        run = run_to_end(command, folder, environment, timeout_s)
+    return run
+
+
+def run_to_end(command: Sequence[str], folder: Path, environment: dict[str, str], timeout_s: float) -> Run:
     child = ChildRun(command, folder / "log.txt", environment)
     deadline = time.monotonic() + timeout_s
     try:
