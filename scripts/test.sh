@@ -14,12 +14,28 @@ echo "[test] ruff: check and format"
 "$BIN/ruff" format --check .
 
 limit="${OPPO_TEST_TIMEOUT:-4200}"
-echo "[test] pytest: unit tests in a minute or two, then the end-to-end runs (minutes each); at most $limit s together"
-started=$SECONDS status=0
-# -INT first: pytest then reports what ran and its fixtures end their processes.
-timeout --foreground --signal=INT --kill-after=60 "$limit" "$BIN/python" -m pytest -p no:cacheprovider --durations=15 "$@" || status=$?
-if [ "$status" -eq 124 ]; then
-    echo "[test] FAILED: the tests did not end within $limit s (OPPO_TEST_TIMEOUT); the last test named above was running" >&2
+started=$SECONDS
+
+# Runs pytest for what is left of the limit. -INT first: it then reports what ran, and its fixtures end their processes.
+run_pytest() {
+    local left=$((limit - SECONDS + started)) status=0
+    timeout --foreground --signal=INT --kill-after=60 "$((left > 1 ? left : 1))" \
+        "$BIN/python" -m pytest -p no:cacheprovider --durations=15 "$@" || status=$?
+    if [ "$status" -eq 124 ]; then
+        echo "[test] FAILED: the tests did not end within $limit s (OPPO_TEST_TIMEOUT); the last test named above was running" >&2
+    fi
+    return "$status"
+}
+
+status=0
+if [ "$#" -gt 0 ]; then
+    echo "[test] pytest $*: at most $limit s"
+    run_pytest "$@" || status=$?
+else
+    echo "[test] pytest: unit tests, two files at a time, about 8 minutes; at most $limit s with the end-to-end runs"
+    run_pytest --ignore=tests/e2e -n 2 --dist loadfile || status=$?
+    echo "[test] pytest: end-to-end runs, two at a time, about 10 minutes"
+    run_pytest tests/e2e || status=$?
 fi
 echo "[test] set-up and checks $started s, pytest $((SECONDS - started)) s, exit status $status"
 exit "$status"
