@@ -165,6 +165,8 @@ def lay_out(batch: KVBatchMeta, is_trained: Sequence[bool], num_ranks: int, mini
     column = torch.tensor(weights, dtype=torch.float32).repeat_interleave(PAIR_SIZE)
     fields = TensorDict({PAIR_WEIGHT: column}, batch_size=len(batch))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+    if batch.fields is not None:
+        batch.fields = [*batch.fields, PAIR_WEIGHT]
     return counts
 
 
