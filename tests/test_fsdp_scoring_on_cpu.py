@@ -17,7 +17,7 @@ CASES_FOLDER = Path(__file__).parent / "fsdp_scoring"
 TOLERANCE = 1e-5
 """Of |difference| / max(1, |plain|) in float32."""
 DPO_TOLERANCE = 1e-6
-"""Of |difference| of the DPO loss, and of the norm of its gradient's difference relative to the gradient's."""
+"""Of the DPO loss and of each element of its gradient, both of which are below 1, in float32."""
 DEADLINE = 840
 """Seconds for all cases of one number of ranks, the imports included."""
 
@@ -193,5 +193,5 @@ def test_the_reference_inside_verls_own_worker_scores_and_a_worker_without_one_i
 def test_loss_and_gradient_of_online_dpo_equal_a_float64_reference(ranks, case, world_size):
     for result in ranks[world_size].results(case):
         assert result["loss"] <= DPO_TOLERANCE
-        assert result["gradient"] <= DPO_TOLERANCE
+        assert result["gradient"] <= DPO_TOLERANCE < 0.1 < result["largest_gradient"]
         assert result["margins"] == pytest.approx(result["expected_margins"], abs=1e-5)
