@@ -127,7 +127,7 @@ def test_a_bad_candidate_is_named_by_its_position(candidate):
         ),
         ({"intra_step": {"chunk": 1}}, "trainer.v1.oppo.intra_step.chunk is not a key of OPPO; .*chunk_size"),
         ({"inter_step": 4}, "trainer.v1.oppo.inter_step is 4; allowed: a mapping with the keys enable, rule"),
-        ({"algorithm": ""}, "trainer.v1.oppo.algorithm is ''; allowed: null or the name of an algorithm"),
+        ({"algorithm": ""}, "trainer.v1.oppo.algorithm is ''; allowed: null or one of online_dpo"),
         ({"algorithm": 3}, "trainer.v1.oppo.algorithm is 3"),
     ],
 )

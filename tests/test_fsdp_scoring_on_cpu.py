@@ -1,4 +1,5 @@
-"""Streamed scores, values and log-probs equal verl's plain path, on real FSDP engines on gloo, on 1 and on 2 ranks.
+"""On real FSDP engines on gloo, on 1 and on 2 ranks: streamed scores, values and log-probs equal verl's plain path, and
+loss and gradient of online DPO equal a float64 reference.
 
 The cases run in processes of their own (`fsdp_scoring`), once per number of ranks; here each is judged.
 """
@@ -15,6 +16,8 @@ import pytest
 CASES_FOLDER = Path(__file__).parent / "fsdp_scoring"
 TOLERANCE = 1e-5
 """Of |difference| / max(1, |plain|) in float32."""
+DPO_TOLERANCE = 1e-6
+"""Of the DPO loss and of each element of its gradient, both of which are below 1, in float32."""
 DEADLINE = 840
 """Seconds for all cases of one number of ranks, the imports included."""
 
@@ -28,7 +31,8 @@ TIGHT = [f"{kind}-{model}" for kind in ("unstreamed", "evicted", "carried", "sho
 ENGINES = ["chunks-critic_fsdp1-7", "chunks-reference_fsdp1-7", "chunks-reference_fsdp107-7", "chunks-reference_moe-7"]
 CHANGED = ["updated", "reloaded"]
 EQUAL_TO_PLAIN = [*CHUNKS, *DISTURBED, *TIGHT, *ENGINES, *CHANGED, "reward", "uneven", "refused_input", "offloaded"]
-ON_EVERY_RANK_COUNT = [*EQUAL_TO_PLAIN, "bfloat16"]
+DPO = [f"dpo-{variant}" for variant in ("sigmoid", "smoothed", "ipo", "packed", "carried")]
+ON_EVERY_RANK_COUNT = [*EQUAL_TO_PLAIN, "bfloat16", *DPO]
 ON_ONE_RANK = ["refused_setup", "unready", "reference_role"]
 WORLD_SIZES = (1, 2)
 
@@ -182,3 +186,12 @@ def test_the_reference_inside_verls_own_worker_scores_and_a_worker_without_one_i
     (result,) = ranks[1].results("reference_role")
     assert result["difference"] <= TOLERANCE
     assert "intra_step.reference cannot stream: the worker's role is" in result["message"]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", DPO)
+def test_loss_and_gradient_of_online_dpo_equal_a_float64_reference(ranks, case, world_size):
+    for result in ranks[world_size].results(case):
+        assert result["loss"] <= DPO_TOLERANCE
+        assert result["gradient"] <= DPO_TOLERANCE < 0.1 < result["largest_gradient"]
+        assert result["margins"] == pytest.approx(result["expected_margins"], abs=1e-5)

@@ -44,11 +44,14 @@ class LeavesTheDeferred(IgnoresTheBound):
         return super()._choose(sampleable)
 
 
-def simulate(admission: AdmissionController, *, delta: int, slots: int, seed: int) -> list[Journey]:
+def simulate(
+    admission: AdmissionController, *, delta: int, slots: int, seed: int, group_size: int = 1
+) -> list[Journey]:
     """The journeys of a run in which every running prompt decodes one token per unit of time and keeps its tokens.
 
-    Lengths are log-normal: one in a hundred is 10 times the median. At most ``slots`` prompts run at once, in
-    order of admission; the rest have no token yet. A step trains as soon as the controller says that it is ready.
+    Lengths are log-normal: one in a hundred is 10 times the median. A group is as long as its longest response. At most
+    ``slots`` prompts run at once, in order of admission; the rest have no token yet. A step trains as soon as the
+    controller says that it is ready.
     """
     rng = random.Random(seed)
     names = itertools.count()
@@ -59,7 +62,8 @@ def simulate(admission: AdmissionController, *, delta: int, slots: int, seed: in
         new = [str(next(names)) for _ in range(admission.num_to_admit(delta=delta, steps_left=NUM_STEPS - step + 1))]
         admission.admit(new, step=step)
         for uid in new:
-            remaining[uid] = length = max(1, min(8000, round(rng.lognormvariate(5, 1.0))))
+            responses = [max(1, min(8000, round(rng.lognormvariate(5, 1.0)))) for _ in range(group_size)]
+            remaining[uid] = length = max(responses)
             journeys[uid] = Journey(uid, length, submitted_step=step)
         while not admission.ready(done):
             running = list(remaining)[:slots]
@@ -93,8 +97,11 @@ def unfairness(journeys: list[Journey]) -> list[str]:
     return findings
 
 
-def run(sampler: type[AdmissionController], *, delta: int, slots: int = 1000, seed: int = 0) -> list[Journey]:
-    return simulate(sampler(batch_size=BATCH_SIZE, max_deferrals=MAX_DEFERRALS), delta=delta, slots=slots, seed=seed)
+def run(
+    sampler: type[AdmissionController], *, delta: int, slots: int = 1000, seed: int = 0, group_size: int = 1
+) -> list[Journey]:
+    admission = sampler(batch_size=BATCH_SIZE, max_deferrals=MAX_DEFERRALS)
+    return simulate(admission, delta=delta, slots=slots, seed=seed, group_size=group_size)
 
 
 @pytest.mark.parametrize("delta", [8, 32, BATCH_SIZE * MAX_DEFERRALS])
@@ -105,6 +112,17 @@ def test_long_responses_are_trained_as_often_as_they_are_submitted_and_in_time(d
     assert max(j.length for j in journeys[:BATCH_SIZE]) > 3 * median(j.length for j in journeys[:BATCH_SIZE])
     assert not unfairness(journeys), format_deciles(age_by_length_decile(journeys))
     assert len(journeys) == NUM_STEPS * BATCH_SIZE and all(j.trained_step for j in journeys)
+
+
+@pytest.mark.parametrize("group_size", [2, 4, 8])
+@pytest.mark.parametrize("delta", [8, 32])
+def test_groups_with_a_long_member_are_trained_as_often_as_they_are_submitted_and_in_time(delta, group_size):
+    journeys = run(AdmissionController, delta=delta, group_size=group_size)
+    assert not unfairness(journeys), format_deciles(age_by_length_decile(journeys))
+    assert len(journeys) == NUM_STEPS * BATCH_SIZE and all(j.trained_step for j in journeys)
+    assert median(j.length for j in journeys) > 1.5 * median(j.length for j in run(AdmissionController, delta=delta))
+    first = [j.length for j in journeys if j.trained_step == 1]
+    assert sum(first) / len(first) < 0.95 * sum(j.length for j in journeys) / len(journeys), "the bias of a first step"
 
 
 def test_the_checks_fail_on_a_sampler_that_ignores_the_bound():

@@ -390,3 +390,15 @@ if __name__ == "__main__":
     sys.path.insert(0, str(SOURCES.parent))
     CONTRACT.write_text(json.dumps(current_contract(), indent=1) + "\n")
     print(f"{CONTRACT} written; read its diff")
+
+
+def test_verls_worker_reads_the_settings_of_a_paired_update():
+    """Keys of `online_dpo.update_settings`: a name that nobody reads would train rows instead of pairs."""
+    from verl.workers.engine import utils
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    mini_batches = inspect.getsource(TrainingWorker.train_mini_batch) + inspect.getsource(TrainingWorker.train_batch)
+    for key in ("mini_batch_size", "epochs", "seed", "dataloader_kwargs", "micro_batch_size_per_gpu"):
+        assert f'key="{key}"' in mini_batches or f"{key}=" in mini_batches, key
+    assert 'key="force_group_size"' in inspect.getsource(utils.prepare_micro_batches)
+    assert "self.actor.set_loss_fn(loss_fn=loss_fn)" in inspect.getsource(ActorRolloutRefWorker.set_loss_fn)

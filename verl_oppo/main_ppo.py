@@ -51,12 +51,19 @@ def run(config: DictConfig) -> None:
 
 
 def train_in_mode(config: DictConfig) -> None:
-    """Train in the trainer mode that the config names."""
+    """Train in the trainer mode that the config names.
+
+    Raises:
+        ValueError: an algorithm of ours with a trainer mode of verl's, which would train PPO.
+    """
     if config.trainer.v1.trainer_mode == TRAINER_MODE:
         from verl_oppo.task_runner import train
 
         train(config)
     else:
+        if algorithm := config.trainer.v1.oppo.algorithm:
+            mode = config.trainer.v1.trainer_mode
+            raise ValueError(f"trainer.v1.oppo.algorithm is {algorithm!r}; allowed with trainer_mode={mode}: null")
         from verl.trainer.main_ppo import main as verl_main
 
         verl_main.__wrapped__(config)

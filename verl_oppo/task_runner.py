@@ -10,7 +10,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 from verl.utils.device import auto_set_device
 
-from verl_oppo.trainer.support import load_oppo_config
+from verl_oppo.trainer.support import apply_algorithm_preset, load_oppo_config
 
 
 @ray.remote
@@ -24,13 +24,23 @@ class TaskRunnerOppo(TaskRunnerV1.__ray_actor_class__):
         super().run(config)
 
 
+def prepare(config: DictConfig) -> None:
+    """Apply the algorithm's preset in place and check the config, by our rules and verl's.
+
+    Raises:
+        ValueError: names the key, the value received and what is allowed.
+    """
+    auto_set_device(config)
+    apply_algorithm_preset(config)
+    load_oppo_config(config)
+    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+
+
 def train(config: DictConfig) -> None:
     """Check the config and train with trainer mode `oppo`.
 
     Raises:
         ValueError: names the key, the value received and what is allowed.
     """
-    auto_set_device(config)
-    load_oppo_config(config)
-    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    prepare(config)
     run_ppo(config, task_runner_class=TaskRunnerOppo)

@@ -11,7 +11,16 @@ import ray
 import transfer_queue as tq
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
-TENSORS = ("responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "values", "advantages")
+TENSORS = (
+    "responses",
+    "response_mask",
+    "rm_scores",
+    "rollout_log_probs",
+    "old_log_probs",
+    "values",
+    "advantages",
+    "pair_weight",
+)
 
 
 def as_list(field) -> list:

@@ -16,6 +16,7 @@ MAX_RESPONSE = 320
 NUM_STEPS, RESUMED_FROM, RESUMED_STEPS = 6, 4, 8
 REPLAYED_STEPS = 2
 NUM_GROUPS, GROUP_SIZE, GROUP_STEPS = 8, 2, 4
+DPO_PROMPTS, DPO_RESPONSES, DPO_STEPS = 6, 3, 3
 
 RECORDED = ("trainer.save_freq=1", "trainer.checkpoint_callback_class=e2e_recorder.Recorder")
 OPPO = (
@@ -73,6 +74,27 @@ def groups(folder: Path) -> Run:
             "trainer.v1.oppo.intra_step.chunk_size=16",
             "trainer.v1.oppo.intra_step.verify=2",
             "trainer.v1.oppo.inter_step.delta_init=3",
+        ],
+    )
+
+
+def online_dpo(folder: Path) -> Run:
+    """Six pairs of 18 rows a step; with minibatches of four pairs, each step pads by two."""
+    return train(
+        folder / "online_dpo",
+        [
+            *RECORDED,
+            f"trainer.total_training_steps={DPO_STEPS}",
+            f"data.train_batch_size={DPO_PROMPTS}",
+            f"actor_rollout_ref.rollout.n={DPO_RESPONSES}",
+            f"{ACTOR}.ppo_mini_batch_size=4",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+            # verl pads the scoring passes to minibatches of rows, 12 here, and cuts them into these.
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=12",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=12",
+            "trainer.v1.oppo.algorithm=online_dpo",
+            "trainer.v1.oppo.inter_step.delta_init=3",
+            "trainer.v1.oppo.intra_step.reference=true",
         ],
     )
 
@@ -135,6 +157,7 @@ SPECS = (
     Spec("first", "test_oppo_run", first),
     Spec("stock", "test_off_means_off", stock),
     Spec("groups", "test_groups_run", groups),
+    Spec("online_dpo", "test_online_dpo_run", online_dpo),
     Spec("resumed", "test_oppo_run", resumed, after="first"),
     Spec("ours_sync", "test_off_means_off", ours_sync, after="stock"),
     Spec("oppo_off", "test_off_means_off", oppo_off, after="stock"),

@@ -18,6 +18,7 @@ from verl_oppo.platform import cpu
 cpu.export_environment()
 
 import cases  # noqa: E402
+import dpo_cases  # noqa: E402
 import setup_cases  # noqa: E402
 import torch  # noqa: E402
 from harness import Rank, save_models  # noqa: E402
@@ -45,7 +46,8 @@ def main(folder: Path, names: list[str]) -> None:
 def run(name: str, rank: Rank) -> dict:
     """`chunks-critic-7` calls `cases.chunks(rank, "critic", "7")`."""
     function, *arguments = name.split("-")
-    return getattr(setup_cases if hasattr(setup_cases, function) else cases, function)(rank, *arguments)
+    module = next(module for module in (setup_cases, dpo_cases, cases) if hasattr(module, function))
+    return getattr(module, function)(rank, *arguments)
 
 
 def write(folder: Path, name: str, index: int, result: dict) -> None:

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl_oppo.algorithms.registry import check_name
 from verl_oppo.control.overcommit import RULES
 
 PREFIX = "trainer.v1.oppo"
 INTER_STEP = f"{PREFIX}.inter_step"
 INTRA_STEP = f"{PREFIX}.intra_step"
+ONLINE_DPO = f"{PREFIX}.online_dpo"
 REWARD_KINDS = ("auto", "off", "vllm", "fsdp", "megatron")
+DPO_LOSSES = ("sigmoid", "ipo")
 MAX_INFLIGHT_LIMIT = 1000 - 16
 """Requests a replica can hold: verl's server actor has max_concurrency = max(1000, max_num_seqs + 16), and a parked
 generate() call keeps its slot. 16 are set aside for control calls (CONTROL_METHOD_CONCURRENCY): without one the weight
@@ -39,6 +42,13 @@ def _check_int(key: str, value: object, low: int, high: int | None = None, why: 
     if not is_int or value < low or (high is not None and value > high):
         span = f"a whole number of {low} or more" if high is None else f"a whole number from {low} to {high}"
         raise _refuse(key, value, f"{span}{f' ({why})' if why else ''}")
+
+
+def _check_number(key: str, value: object, low: float, high: float, allowed: str) -> None:
+    """A number above or at ``low`` and below ``high``."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value < high:
+        raise _refuse(key, value, allowed)
 
 
 def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -216,17 +226,43 @@ class IntraStepConfig:
 
 
 @dataclass(frozen=True)
+class OnlineDPOConfig:
+    """Online DPO (``algorithm: online_dpo``); unused otherwise. See ``verl_oppo/algorithms/online_dpo.py``."""
+
+    beta: float = 0.1
+    """Default 0.1: how strongly the reference holds the policy; the inverse of ``ipo``'s target margin is twice it.
+    Lower it if ``rewards/accuracies`` stays near 0.5; raise it if ``logps/chosen`` falls from step to step."""
+
+    label_smoothing: float = 0.0
+    """Default 0: share of preferences taken to be wrong (conservative DPO), below 0.5; 0 for ``ipo``. Raise it if the
+    reward is noisy and ``rewards/margins`` grows without the mean reward."""
+
+    loss_type: str = "sigmoid"
+    """Default sigmoid: the DPO loss; or ipo (arXiv 2310.12036) on log-ratios averaged over tokens, as in TRL. Change
+    it if ``rewards/margins`` grows without bound."""
+
+    def __post_init__(self) -> None:
+        _check_choice(f"{ONLINE_DPO}.loss_type", self.loss_type, DPO_LOSSES)
+        _check_number(f"{ONLINE_DPO}.beta", self.beta, 1e-9, float("inf"), "a number above 0")
+        smoothing, key = self.label_smoothing, f"{ONLINE_DPO}.label_smoothing"
+        _check_number(key, smoothing, 0.0, 0.5, "a number of 0 or more and below 0.5")
+        if smoothing and self.loss_type == "ipo":
+            raise _refuse(key, smoothing, f"0 with {ONLINE_DPO}.loss_type=ipo")
+
+
+@dataclass(frozen=True)
 class OppoConfig:
     """All of ``trainer.v1.oppo``."""
 
     inter_step: InterStepConfig = field(default_factory=InterStepConfig)
     intra_step: IntraStepConfig = field(default_factory=IntraStepConfig)
     algorithm: str | None = None
-    """Default null: PPO as verl's own keys describe it; or the name of a module in ``verl_oppo/algorithms``."""
+    """Default null: PPO, GRPO or what else verl's own keys describe; or online_dpo."""
+    online_dpo: OnlineDPOConfig = field(default_factory=OnlineDPOConfig)
 
     def __post_init__(self) -> None:
-        if self.algorithm is not None and (not isinstance(self.algorithm, str) or not self.algorithm):
-            raise _refuse(f"{PREFIX}.algorithm", self.algorithm, "null or the name of an algorithm")
+        if self.algorithm is not None:
+            check_name(self.algorithm)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> OppoConfig:
@@ -236,7 +272,11 @@ class OppoConfig:
             ValueError: on an unknown key or a bad value.
         """
         values = _known_keys(cls, PREFIX, mapping)
-        sections = {"inter_step": (InterStepConfig, INTER_STEP), "intra_step": (IntraStepConfig, INTRA_STEP)}
+        sections = {
+            "inter_step": (InterStepConfig, INTER_STEP),
+            "intra_step": (IntraStepConfig, INTRA_STEP),
+            "online_dpo": (OnlineDPOConfig, ONLINE_DPO),
+        }
         for name, (section, prefix) in sections.items():
             if name in values:
                 values[name] = section(**_known_keys(section, prefix, values[name]))

@@ -21,6 +21,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
+from verl_oppo.algorithms.registry import load_algorithm
 from verl_oppo.control.chunk_size import make_chunk_size_policy
 from verl_oppo.control.overcommit import OvercommitController
 from verl_oppo.metrics import (
@@ -59,6 +60,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
 
     def __init__(self, config: DictConfig) -> None:
         self.oppo = load_oppo_config(config)
+        self.algorithm = load_algorithm(self.oppo)
         inter_step = self.oppo.inter_step.effective
         agent = config.actor_rollout_ref.rollout.agent
         with open_dict(agent):
@@ -127,6 +129,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         with self.stream.hooks_into_setup():
             super()._setup()
         self.stream.connect(self)
+        self.algorithm.connect(self)
 
     def get_llm_client(self) -> LLMServerClientOppo:
         """The resuming client; each agent loop worker holds its share of a replica's request slots."""
@@ -235,6 +238,9 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         batch = super()._update_critic(batch, metrics)
         self.stream.critic_has_changed()
         return batch
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return self.algorithm.update_actor(self, batch, metrics, super()._update_actor)
 
     def _streamed_call(self, name: str, batch: KVBatchMeta, field: str, plain: PlainCall) -> None:
         """The final call of a streamed scorer in place of verl's plain one, and both on a verify step."""

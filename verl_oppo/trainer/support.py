@@ -9,6 +9,7 @@ import logging
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.import_utils import load_class_from_fqn
 
+from verl_oppo.algorithms.registry import load_algorithm
 from verl_oppo.config.schema import OppoConfig
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,32 @@ FLOAT32 = ("fp32", "float32", "float")
 def load_oppo_config(config: DictConfig) -> OppoConfig:
     """Build `OppoConfig` from `trainer.v1.oppo` and refuse what the design does not support.
 
+    The preset of the algorithm has been applied (`apply_algorithm_preset`).
+
+    Raises:
+        ValueError: names the key, the value received and what is allowed.
+    """
+    oppo = read_oppo_section(config)
+    oppo.check_batch(config.data.train_batch_size)
+    _check_trainer(config)
+    _check_rollout(config, oppo)
+    _check_staleness(config, oppo)
+    load_algorithm(oppo).check(config)
+    return oppo
+
+
+def apply_algorithm_preset(config: DictConfig) -> None:
+    """Set in place what the algorithm named in `trainer.v1.oppo.algorithm` needs of verl's config.
+
+    Raises:
+        ValueError: names the key, the value received and what is allowed.
+    """
+    load_algorithm(read_oppo_section(config)).apply_preset(config)
+
+
+def read_oppo_section(config: DictConfig) -> OppoConfig:
+    """Build `OppoConfig` from `trainer.v1.oppo` alone.
+
     Raises:
         ValueError: names the key, the value received and what is allowed.
     """
@@ -28,12 +55,7 @@ def load_oppo_config(config: DictConfig) -> OppoConfig:
     sync_step = section.pop("parameter_sync_step", 1)
     if sync_step != 1:
         raise ValueError(f"trainer.v1.oppo.parameter_sync_step is {sync_step}; allowed: 1, one weight sync a step")
-    oppo = OppoConfig.from_mapping(section)
-    oppo.check_batch(config.data.train_batch_size)
-    _check_trainer(config)
-    _check_rollout(config, oppo)
-    _check_staleness(config, oppo)
-    return oppo
+    return OppoConfig.from_mapping(section)
 
 
 def _check_trainer(config: DictConfig) -> None:
