@@ -103,6 +103,28 @@ def check_attention(config: PretrainedConfig, key: str) -> None:
         )
 
 
+MEGATRON_MODELS = ("llama", "qwen2")
+"""Model types that `megatron_model` and `megatron_weights` know."""
+
+
+def check_megatron_model(config: PretrainedConfig, tensor_parallel: int, key: str) -> None:
+    """Raises ValueError for a model that is not built on Megatron-Core, or not split over so many ranks."""
+    if config.model_type not in MEGATRON_MODELS:
+        raise _refusal(key, "model_type", config.model_type, f"one of {', '.join(MEGATRON_MODELS)}")
+    check_attention(config, key)
+    for name, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if getattr(config, name, allowed) != allowed:
+            raise _refusal(key, name, getattr(config, name), repr(allowed))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") == "yarn":
+        raise _refusal(key, "rope_type", "yarn", "a rotary embedding that does not scale the attention")
+    for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        if getattr(config, name) % tensor_parallel:
+            raise _refusal(
+                key, name, getattr(config, name), f"a multiple of the tensor parallel size, {tensor_parallel}"
+            )
+
+
 def streams_weights(engine: FSDPEngine) -> bool:
     """Whether every forward brings the weights from host memory, as verl's forward-only engines on a GPU do."""
     if isinstance(engine.module, FullyShardedDataParallel):

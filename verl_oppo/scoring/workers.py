@@ -26,17 +26,22 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_oppo.scoring import support
 from verl_oppo.scoring.fsdp import FSDPScorer
+from verl_oppo.scoring.paged_scorer import PagedScorer
 from verl_oppo.scoring.scorer import Chunk, PrefillReply, ScoreReply, ScorerSettings, ScorerStats, Trajectory
+
+DATA_MESH = "train"
+"""Name of the mesh whose data-parallel ranks take lists of their own; verl's TrainingWorker registers it by this."""
 
 
 class ScoringMethods:
     """The registered methods every scoring worker has, besides `oppo_setup`, which builds the scorer.
 
-    `oppo_prefill` and `oppo_score` take a list per rank (`Dispatch.DP_COMPUTE`), the others one argument for all. All
-    are non-blocking and return one Ray reference per rank: get them all before the next call.
+    `oppo_prefill` and `oppo_score` take a list per rank (`Dispatch.DP_COMPUTE`), the same one for all ranks of a
+    tensor-parallel group, the others one argument for all. All are non-blocking and return one Ray reference per rank:
+    get them all before the next call.
     """
 
-    def scorer(self) -> FSDPScorer:
+    def scorer(self) -> PagedScorer:
         """This rank's scorer. Raises RuntimeError before `oppo_setup`."""
         raise NotImplementedError
 

@@ -202,8 +202,10 @@ class IntraStepStream:
             target = manager.vllm_target()
         else:
             pool = trainer.resource_pool_manager.get_resource_pool(Role.RewardModel)
-            self.reward_wg = reward_loop.build_reward_worker_group(self._config, pool, max_prompts=self._max_prompts)
-            target = WorkerGroupTarget(self.reward_wg.workers)
+            self.reward_wg = reward_loop.build_reward_worker_group(
+                self._config, pool, max_prompts=self._max_prompts, kind=self._reward_kind
+            )
+            target = reward_loop.reward_group_target(self.reward_wg)
         self._client.call(
             "add_consumer", reward_loop.CONSUMER, target, ConsumerSettings(), translator=manager.translator()
         )
