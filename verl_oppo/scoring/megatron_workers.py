@@ -45,7 +45,9 @@ class RewardWorkerMegatron(ScoringMethods, Worker):
     def __init__(self, config: MegatronRewardConfig) -> None:
         Worker.__init__(self)
         initialize_global_process_group_ray()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tensor_parallel)
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tensor_parallel)
+        assert parallel_state.get_tensor_model_parallel_world_size() == config.tensor_parallel
         self._register_dispatch_collect_info(
             mesh_name=DATA_MESH,
             dp_rank=parallel_state.get_data_parallel_rank(),
