@@ -27,10 +27,16 @@ CHUNKS = [f"chunks-{model}-{size}" for model in MODELS for size in ("1", "7", "6
 HOW = ("dropped", "doubled", "reordered", "shuffled", "retokenised", "restarted", "aborted", "resumed")
 DISTURBED = [f"disturbed-qwen2_value-{how}" for how in HOW]
 TIGHT = [f"{kind}-{model}" for kind in ("unstreamed", "evicted", "carried", "short") for model in MODELS]
-REWARDS = ["last_of_a_reward-qwen2_reward", "last_of_a_reward-llama_reward", "chunks-llama_reward-7"]
+REWARDS = [
+    "last_of_a_reward-qwen2_reward",
+    "last_of_a_reward-llama_reward",
+    "chunks-llama_reward-7",
+    "chunks-one_head_reward-7",
+]
 MAPPED = [f"mapped-{model}" for model in ("qwen2_tied", "qwen2_untied", "llama_tied", "llama_untied")]
-EQUAL_TO_PLAIN = [*MAPPED, *CHUNKS, *DISTURBED, *TIGHT, *REWARDS, "split-qwen2_value", "refused_input", "alone"]
-ALL = [*EQUAL_TO_PLAIN, "registered"]
+EQUAL_TO_PLAIN = [*MAPPED, *CHUNKS, *DISTURBED, *TIGHT, *REWARDS, "split-qwen2_value", "critic-qwen2_value"]
+EQUAL_TO_PLAIN += ["refused_input", "alone"]
+ALL = [*EQUAL_TO_PLAIN, "registered", "refused_critics"]
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +111,20 @@ def test_every_rank_says_what_a_rank_refused(folder: Path, tensor_parallel: int,
         for rank in refusing
     )
     assert [each["message"] for each in results(folder, tensor_parallel, "refused_input")] == [expected] * 2
+
+
+@pytest.mark.parametrize("tensor_parallel", TENSOR_PARALLEL)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pipeline_model_parallel_size", "the.key cannot stream: pipeline_model_parallel_size is 2, allowed is 1"),
+        ("context_parallel_size", "the.key cannot stream: context_parallel_size is 2, allowed is 1"),
+        ("window_size", "the.key cannot stream: the model's window_size is (8, 0), allowed is None"),
+        ("num_moe_experts", "the.key cannot stream: the model's num_moe_experts is 4, allowed is None"),
+    ],
+)
+def test_a_critic_that_cannot_take_chunks_is_refused(
+    folder: Path, name: str, message: str, tensor_parallel: int
+) -> None:
+    for each in results(folder, tensor_parallel, "refused_critics"):
+        assert message in each["messages"][name]

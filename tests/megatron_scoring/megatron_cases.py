@@ -1,13 +1,15 @@
 """Tiny models, Megatron workers around them, transformers' plain path, and the cases that only Megatron has."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from cases import setup
-from harness import SIZES, VOCAB_SIZE, chunked, largest_difference, prefill, score
-from megatron.core import parallel_state
+from harness import SIZES, VOCAB_SIZE, chunked, largest_difference, prefill, score, settings
+from megatron.core import parallel_state, tensor_parallel
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,13 +23,17 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
 )
-from verl.workers.config import HFModelConfig
+from verl.trainer.config import CheckpointConfig
+from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron import MegatronEngineWithValueHead
 
 from verl_oppo.scoring.megatron_model import PagedGPT, build_model
 from verl_oppo.scoring.megatron_weights import load_weights
 from verl_oppo.scoring.megatron_workers import MegatronRewardConfig, RewardWorkerMegatron
 from verl_oppo.scoring.paged_kv import Segment, padded_layout
 from verl_oppo.scoring.scorer import Chunk, Trajectory
+from verl_oppo.scoring.workers import CriticWorkerOppo
 
 LENGTHS = (3, 40, 66, 71)
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -47,6 +53,7 @@ LANGUAGE_MODELS = {
 SCORING_MODELS = {
     "qwen2_value": (Qwen2ForTokenClassification, Qwen2Config, {"num_labels": 1}),
     "qwen2_reward": (Qwen2ForSequenceClassification, Qwen2Config, {"num_labels": 1}),
+    "one_head_reward": (Qwen2ForSequenceClassification, Qwen2Config, {"num_labels": 1, "num_key_value_heads": 1}),
     "llama_reward": (LlamaForSequenceClassification, LlamaConfig, {"num_labels": 1}),
 }
 Ids = np.ndarray
@@ -193,3 +200,98 @@ def registered(rank: Rank) -> Result:
         "collects": worker.query_collect_info("train"),
         "rank": torch.distributed.get_rank(),
     }
+
+
+@EngineRegistry.register(model_type="value_model", backend="megatron", device="cpu")
+class LocalSpecEngine(MegatronEngineWithValueHead):
+    """verl's Megatron engine, all but the bridge that builds its model, which needs TransformerEngine."""
+
+    def initialize(self) -> None:
+        hf_config = self.model_config.hf_config
+        model = build_model(hf_config, torch.float32, "cpu").requires_grad_(True)
+        load_weights(model, self.model_config.local_path, hf_config)
+        self.module = [model]
+        self.optimizer = None
+
+
+def critic_worker(rank: Rank, name: str) -> CriticWorkerOppo:
+    config = TrainingWorkerConfig(
+        model_type="value_model",
+        model_config=HFModelConfig(path=str(rank.folder / name), load_tokenizer=False),
+        engine_config=McoreEngineConfig(tensor_model_parallel_size=rank.tensor_parallel, sequence_parallel=False),
+        optimizer_config=McoreOptimizerConfig(lr=0.1),
+        checkpoint_config=CheckpointConfig(),
+    )
+    # It seeds CUDA's generators.
+    with patch("verl.workers.engine.megatron.transformer_impl.set_random_seed"):
+        worker = CriticWorkerOppo(config)
+    worker.reset()
+    worker.oppo_setup(settings())
+    return worker
+
+
+def plain_values(worker: CriticWorkerOppo, ids: Ids) -> torch.Tensor:
+    """Values [tokens] by Megatron-Core's own forward, with its own attention."""
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    tokens = torch.from_numpy(ids)[None]
+    later = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)[None, None]
+    with patch("torch.cuda.current_device", lambda: torch.device("cpu")):
+        return worker.engine.module[0](tokens, torch.arange(len(ids))[None], later)[0, :, 0]
+
+
+def critic(rank: Rank, name: str) -> Result:
+    """The worker whose model learns is the one that takes chunks: streamed values before and after an update."""
+    worker = critic_worker(rank, name)
+    names = dict(worker.engine.module[0].named_parameters())
+    before = rank.expected(name, 1.0)[0]
+    differences = []
+    for expected in (before, None):
+        worker.oppo_stream_open()
+        prefill(worker, chunked([ids[:-2] for ids in rank.sequences], 16))
+        worker.oppo_stream_close()
+        if expected is None:
+            worker.forget_cache()
+            update(worker, rank.sequences[2])
+            with torch.no_grad():
+                expected = [plain_values(worker, ids).numpy() for ids in rank.sequences]
+            assert any(np.abs(new - old).max() > 1e-2 for new, old in zip(expected, before, strict=True))
+        reply = score(worker, rank.sequences)
+        differences.append(largest_difference(reply.scored, expected))
+    worker.oppo_setup(settings())
+    reply = score(worker, rank.sequences)
+    differences.append(largest_difference(reply.scored, expected))
+    assert dict(worker.engine.module[0].named_parameters()).keys() == names.keys()
+    return {"difference": max(differences)}
+
+
+def update(worker: CriticWorkerOppo, ids: Ids) -> None:
+    """A step of gradient descent through Megatron-Core's own forward."""
+    model = worker.engine.module[0]
+    plain_values(worker, ids).square().mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+
+
+def refused_critics(rank: Rank) -> Result:
+    """What the worker's scorer refuses when it is built."""
+    worker = critic_worker(rank, "qwen2_value")
+    engine, model, messages = worker.engine, worker.engine.module[0], {}
+    for name, value in {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}.items():
+        engine.engine_config = SimpleNamespace(tensor_model_parallel_size=1, get={name: value}.get)
+        messages[name] = refusal_of(worker)
+    engine.engine_config = worker.engine_config
+    for name, value in {"window_size": (8, 0), "num_moe_experts": 4}.items():
+        setattr(model.config, name, value)
+        messages[name] = refusal_of(worker)
+        setattr(model.config, name, None)
+    return {"messages": messages}
+
+
+def refusal_of(worker: CriticWorkerOppo) -> str:
+    try:
+        worker.oppo_setup(settings())
+    except ValueError as error:
+        return str(error)
+    return "not refused"

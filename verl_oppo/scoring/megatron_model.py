@@ -114,11 +114,18 @@ def build_model(
     return model.to(device).eval().requires_grad_(False)
 
 
+def plain_forward(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """The module's own forward, whether a `PagedGPT` has put its own before it or not."""
+    forward = module.forward
+    ours = isinstance(forward, partial) and isinstance(getattr(forward.func, "__self__", None), PagedGPT)
+    return forward.args[0] if ours else forward
+
+
 class PagedGPT:
     """A GPTModel that can run over rows of any cached length.
 
     Invariant: outside of `__call__` the model is what it was: the same modules, weights' names and forward, so that it
-    can be one that somebody else trains. It must not be pipeline- or context-parallel.
+    can be one that somebody else trains. A model has one of these at a time: a new one takes the old one's place.
     """
 
     def __init__(self, model: GPTModel) -> None:
@@ -128,8 +135,8 @@ class PagedGPT:
         self._running = False
         for index, layer in enumerate(model.decoder.layers):
             core = layer.self_attention.core_attention
-            core.forward = partial(self._attention, core.forward, index)
-        model.rotary_pos_emb.forward = partial(self._angles, model.rotary_pos_emb.forward)
+            core.forward = partial(self._attention, plain_forward(core), index)
+        model.rotary_pos_emb.forward = partial(self._angles, plain_forward(model.rotary_pos_emb))
 
     @torch.no_grad()
     def __call__(self, layout: Layout, num_slots: int) -> torch.Tensor:
@@ -144,11 +151,13 @@ class PagedGPT:
         fusions = {name: getattr(config, name) for name in FUSIONS}
         self._running = True
         try:
-            vars(config).update(dict.fromkeys(fusions, False))
+            for name in fusions:
+                setattr(config, name, False)
             yield
         finally:
             self._running = False
-            vars(config).update(fusions)
+            for name, value in fusions.items():
+                setattr(config, name, value)
 
     def _attention(
         self,

@@ -128,7 +128,7 @@ def reward_scorer_settings(
     longest = max(required, min(RETOKENISED_GROWTH * required, get_max_position_embeddings(hf_config)))
     limit = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
     settings = ScorerSettings(cache_bytes=limit, longest_trajectory=longest, key=f"{INTRA_STEP}.reward")
-    token_bytes = support.bytes_per_token(hf_config, reward_dtype(config)) // tensor_parallel
+    token_bytes = support.bytes_per_token(hf_config, reward_dtype(config), tensor_parallel)
     support.cache_blocks(settings, token_bytes)
     trajectories = -(-max_prompts * config.actor_rollout_ref.rollout.n // num_ranks)
     blocks = trajectories * -(-required // settings.block_size) + -(-longest // settings.block_size) + 1

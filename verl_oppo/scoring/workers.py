@@ -8,7 +8,7 @@ and loses it again in `RayWorkerGroup.spawn`, as verl's own methods do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -22,6 +22,7 @@ from verl.workers.config import (
     RewardModelConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.engine import BaseEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_oppo.scoring import support
@@ -80,12 +81,20 @@ class ScoringTrainingWorker(ScoringMethods, TrainingWorker):
     Invariant: whatever changes the weights empties the cache, whether the trainer says so or not.
     """
 
-    _scorer: FSDPScorer | None = None
+    _scorer: PagedScorer | None = None
 
-    def scorer(self) -> FSDPScorer:
+    def scorer(self) -> PagedScorer:
         if self._scorer is None:
             raise RuntimeError(f"{type(self).__name__} has no scorer yet: call oppo_setup after the model is built")
         return self._scorer
+
+    def _scorer_class(self) -> Callable[[BaseEngine, ScorerSettings], PagedScorer]:
+        if self.engine_config.strategy != "megatron":
+            return FSDPScorer
+        # Imported where verl has built its Megatron engine, and so has Megatron-Core.
+        from verl_oppo.scoring.megatron import MegatronEngineScorer
+
+        return MegatronEngineScorer
 
     def forget_cache(self) -> None:
         """The weights change or have changed: nothing cached is of the present model."""
@@ -98,7 +107,7 @@ class ScoringTrainingWorker(ScoringMethods, TrainingWorker):
         if self._scorer is not None:
             self._scorer.close_stream()
             self._scorer.invalidate()
-        self._scorer = FSDPScorer(self.engine, settings)
+        self._scorer = self._scorer_class()(self.engine, settings)
         return self._scorer.stats()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -138,7 +147,7 @@ class ActorRolloutRefWorkerOppo(ScoringMethods, ActorRolloutRefWorker):
 
     ref_worker_cls = RefWorkerOppo
 
-    def scorer(self) -> FSDPScorer:
+    def scorer(self) -> PagedScorer:
         return self._reference().scorer()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

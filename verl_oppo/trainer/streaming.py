@@ -42,6 +42,8 @@ DRAIN_TIMEOUT_S = 300.0
 """Longest wait for the prefill call in flight when the stream closes."""
 
 
+DATA_MESHES = {"critic": "train", "reference": "ref"}
+"""Meshes by which verl's workers register their data-parallel ranks."""
 DEFAULT_CACHE_BYTES = 4 << 30
 """Upper bound of a scorer's cache on one rank, bytes."""
 
@@ -213,9 +215,10 @@ class IntraStepStream:
 
     def _connect_fused(self, name: str, group: RayWorkerGroup, role: Role, hf_config: PretrainedConfig) -> None:
         """A scorer inside verl's fused workers; `role` is the prefix that verl gives their methods."""
-        settings = scorer_settings(self._config, hf_config, group.world_size, self._max_prompts, name)
+        data_ranks = group._query_dispatch_info(DATA_MESHES[name])
+        settings = scorer_settings(self._config, hf_config, max(data_ranks) + 1, self._max_prompts, name)
         ray.get(group.oppo_setup(settings), timeout=SETUP_TIMEOUT_S)
-        target = WorkerGroupTarget(group.workers, prefix=f"{role}_")
+        target = WorkerGroupTarget(group.workers, prefix=f"{role}_", data_ranks=data_ranks)
         self._client.call("add_consumer", name, target, ConsumerSettings())
 
     # ---------------------------------- a step ----------------------------------
