@@ -53,13 +53,13 @@ def engines(folder: Path) -> dict[str, Any]:
         worker.set_loss_fn(lambda model_output, data, dp_group: (model_output["values"].values().square().mean(), {}))
         worker.train_mini_batch(harness.plain_batch(rank.sequences, mini_batch_size=len(lengths), epochs=1))
 
-    for name in ("critic", "reward"):
-        worker = rank.worker(name)
+    for name in ("critic", "reward", "megatron"):
+        worker = megatron_worker(folder / "reward") if name == "megatron" else rank.worker(name)
         setup = lasted(lambda worker=worker: worker.oppo_setup(harness.settings()))
         chunks = harness.chunked([ids[:3] for ids in rank.sequences], 8)
         found[name] = {
             "setup": setup,
-            "plain": lasted(lambda worker=worker: harness.plain(worker, rank.sequences)),
+            "plain": 0 if name == "megatron" else lasted(lambda worker=worker: harness.plain(worker, rank.sequences)),
             "prefill": lasted(lambda worker=worker, chunks=chunks: worker.oppo_prefill(chunks[0])),
             "score": lasted(lambda worker=worker: harness.score(worker, rank.sequences)),
         }
@@ -72,6 +72,18 @@ def engines(folder: Path) -> dict[str, Any]:
     found["logged"] = logged(folder)
     torch.distributed.destroy_process_group()
     return found
+
+
+def megatron_worker(path: Path) -> Any:
+    """A reward model on Megatron-Core, alone in its tensor-parallel group."""
+    from verl.workers.config import HFModelConfig
+
+    from verl_oppo.scoring.megatron_workers import MegatronRewardConfig, RewardWorkerMegatron
+
+    model = HFModelConfig(path=str(path), load_tokenizer=False)
+    worker = RewardWorkerMegatron(MegatronRewardConfig(model, "float32", tensor_parallel=1))
+    worker.reset()
+    return worker
 
 
 def logged(folder: Path) -> dict[str, Any]:
@@ -134,6 +146,7 @@ def inference(folder: Path) -> dict[str, Any]:
 def idle(folder: Path) -> dict[str, Any]:
     """The same modules in a run that is not emulated."""
     import verl  # noqa: F401  (loads the platform)
+    from verl.single_controller.base import Worker
     from verl.utils.tracking import Tracking
     from verl.workers.engine.base import BaseEngine
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -141,13 +154,14 @@ def idle(folder: Path) -> dict[str, Any]:
 
     from verl_oppo.platform.emulated_run import emulation_metrics
     from verl_oppo.scoring.fsdp import FSDPScorer
+    from verl_oppo.scoring.megatron import MegatronScorer
 
     hooked = (Tracking.log, BaseEngine.train_batch, FSDPEngineWithLMHead.forward_step, TrainingWorker.__init__)
     return {
         "loaded": "verl_oppo.platform.emulated" in sys.modules,
         "hooked": [
             each.__qualname__
-            for each in (*hooked, FSDPScorer._forward)
+            for each in (*hooked, Worker.__init__, FSDPScorer._forward, MegatronScorer._forward)
             if Path(each.__code__.co_filename).name == "emulated.py"
         ],
         "metrics": emulation_metrics(),

@@ -168,6 +168,21 @@ def test_only_a_reward_model_with_devices_of_its_own_serves_all_actor_devices(
         assert EmulatedRun.of_this_process().reward_load == load
 
 
+@on_cpu_only
+def test_the_devices_of_a_tensor_parallel_reward_model_are_one_device_in_time(untouched_environment: None) -> None:
+    config = composed(
+        "emulate=on",
+        "trainer.v1.oppo.intra_step.reward=megatron",
+        "reward.reward_model.enable=true",
+        "reward.reward_model.enable_resource_pool=true",
+        "reward.reward_model.n_gpus_per_node=2",
+        "reward.reward_model.nnodes=1",
+        "reward.reward_model.rollout.tensor_model_parallel_size=2",
+    )
+    with emulation(config):
+        assert EmulatedRun.of_this_process().reward_load == 7.0
+
+
 def test_refused_on_a_machine_with_an_accelerator(untouched_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shims, "accelerator_available", lambda: True)
     with pytest.raises(ValueError, match="^emulate is on; allowed: off on a machine with an accelerator"):
@@ -245,7 +260,7 @@ def on_engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @on_cpu_only
 @on_processes
-@pytest.mark.parametrize(("name", "load"), [("critic", 1.0), ("reward", 7.0)])
+@pytest.mark.parametrize(("name", "load"), [("critic", 1.0), ("reward", 7.0), ("megatron", 7.0)])
 def test_forwards_of_real_engines_and_scorers_last_what_they_cost(
     on_engines: dict[str, Any], name: str, load: float
 ) -> None:
@@ -255,7 +270,8 @@ def test_forwards_of_real_engines_and_scorers_last_what_they_cost(
     assert prefilled == 3 * len(on_engines["lengths"])
     assert scored == tokens - prefilled, "the streamed tokens are cached"
     assert found["setup"] == pytest.approx(COST.forward_s(0)), "a dummy row"
-    assert found["plain"] == pytest.approx(2 * (0.02 * micro_batches + 0.0001 * load * tokens))
+    if name != "megatron":
+        assert found["plain"] == pytest.approx(2 * (0.02 * micro_batches + 0.0001 * load * tokens))
     for part, forwards, computed in zip(("prefill", "score"), found["forwards"], found["computed"], strict=True):
         assert forwards >= 1
         assert found[part] == pytest.approx(2 * (0.02 * forwards + 0.0001 * load * computed)), part

@@ -607,6 +607,40 @@ async def test_a_call_goes_to_all_ranks_under_the_name_that_verl_gives_it():
         assert await call is None
 
 
+async def test_workers_of_a_tensor_parallel_group_get_the_same_and_answer_once():
+    names = ["prefill", "score", "drop", "invalidate", "stream_open", "stream_close"]
+    asked = []
+
+    def recorded(worker, name):
+        async def answer(*args, **kwargs):
+            asked.append((worker, name, *args))
+            return worker
+
+        return answer
+
+    handles = [FakeHandle(**{f"oppo_{name}": recorded(worker, name) for name in names}) for worker in range(4)]
+    target = WorkerGroupTarget(handles, data_ranks=[0, 0, 1, 1])
+    assert target.num_ranks == 2 and len(target.processes) == 4
+    assert await target.prefill([["x"], ["y"]]) == [0, 2]
+    assert sorted(asked) == [(worker, "prefill", ["x"] if worker < 2 else ["y"]) for worker in range(4)]
+    asked.clear()
+    assert await target.score([["x"], []]) == [0, 2]
+    assert sorted(asked) == [(worker, "score", ["x"] if worker < 2 else []) for worker in range(4)]
+    asked.clear()
+    await target.drop(["a"])
+    await target.invalidate()
+    assert sorted(asked) == sorted(
+        [(worker, "drop", ["a"]) for worker in range(4)] + [(worker, "invalidate") for worker in range(4)]
+    )
+
+
+@pytest.mark.parametrize("data_ranks", [[0], [0, 2], [1, 1]])
+def test_ranks_that_leave_out_a_worker_are_refused(data_ranks):
+    handles = [FakeHandle(oppo_prefill=never) for _ in range(2)]
+    with pytest.raises(ValueError, match="data_ranks is .*, allowed is one per worker"):
+        WorkerGroupTarget(handles, data_ranks=data_ranks)
+
+
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [

@@ -173,3 +173,77 @@ def test_the_cache_holds_what_is_in_flight_up_to_its_bound(folder):
     assert bounded.cache_bytes == few.cache_bytes
     with pytest.raises(ValueError, match="the cache must hold one longest trajectory"):
         reward_scorer_settings(config, hf_config, 1, max_prompts=8, cache_bytes=token_bytes)
+
+
+def changed(folder: Path, name: str, **fields: object) -> str:
+    """The override that names a copy of the reward model with these fields in its configuration."""
+    shutil.copytree(folder / "reward", folder / name, dirs_exist_ok=True)
+    config = json.loads((folder / name / "config.json").read_text())
+    (folder / name / "config.json").write_text(json.dumps(config | fields))
+    return f"reward.reward_model.model_path={folder / name}"
+
+
+TWO_DEVICES = [*OWN_POOL, "reward.reward_model.n_gpus_per_node=2"]
+TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+
+
+@pytest.mark.parametrize("overrides", [[*OWN_POOL, "reward.reward_model.n_gpus_per_node=1"], TWO_DEVICES])
+def test_a_megatron_reward_model_takes_as_many_devices_as_divide_its_pool(folder, overrides):
+    assert resolve(folder, "megatron", *overrides, f"{TENSOR_PARALLEL}=1") == "megatron"
+    devices = int(overrides[-1][-1])
+    with pytest.raises(
+        ValueError,
+        match=rf"but {TENSOR_PARALLEL} is 3, allowed is a divisor of reward.reward_model.n_gpus_per_node \({devices}\)",
+    ):
+        resolve(folder, "megatron", *overrides, f"{TENSOR_PARALLEL}=3")
+
+
+def test_a_colocated_megatron_reward_model_lies_on_the_trainers_devices(folder):
+    assert resolve(folder, "megatron", "trainer.n_gpus_per_node=2", f"{TENSOR_PARALLEL}=2") == "megatron"
+    with pytest.raises(ValueError, match=r"a divisor of trainer.n_gpus_per_node \(1\)"):
+        resolve(folder, "megatron", "trainer.n_gpus_per_node=1", f"{TENSOR_PARALLEL}=2")
+
+
+@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "data_parallel_size"])
+def test_a_megatron_reward_model_refuses_other_parallelism_of_its_server(folder, name):
+    with pytest.raises(
+        ValueError, match=rf"intra_step\.reward is 'megatron', but {ROLLOUT}\.{name} is 2, allowed is 1"
+    ):
+        resolve(folder, "megatron", *OWN_POOL, f"{ROLLOUT}.{name}=2")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "qwen3"}, "model_type is 'qwen3', allowed is one of llama, qwen2"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', allowed is 'silu'"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3, allowed is a multiple of the tensor parallel size, 2"),
+        (
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            "num_key_value_heads is 3, allowed is a multiple or divisor of the tensor parallel size, 2",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}},
+            "rope_type is 'yarn', allowed is a rotary embedding that does not scale the attention",
+        ),
+    ],
+)
+def test_a_model_that_megatron_core_would_not_be_built_for_is_refused(folder, fields, message):
+    path = changed(folder, "changed", **fields)
+    with pytest.raises(ValueError, match=f"reward.reward_model.model_path cannot stream: {message}"):
+        resolve(folder, "megatron", *TWO_DEVICES, f"{TENSOR_PARALLEL}=2", path)
+
+
+def test_each_device_of_a_tensor_parallel_group_caches_its_share(folder):
+    config = models.compose(folder)
+    hf_config = Qwen2ForCausalLM.config_class.from_pretrained(folder / "reward")
+    whole, split = (
+        reward_scorer_settings(config, hf_config, 1, max_prompts=4, tensor_parallel=size) for size in (1, 2)
+    )
+    assert split.cache_bytes == whole.cache_bytes, "the model has one KV head, which both devices hold"
+    hf_config.num_key_value_heads = 2
+    whole, split = (
+        reward_scorer_settings(config, hf_config, 1, max_prompts=4, tensor_parallel=size) for size in (1, 2)
+    )
+    assert split.cache_bytes * 2 == whole.cache_bytes
+    assert split.longest_trajectory == whole.longest_trajectory

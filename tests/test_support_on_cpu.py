@@ -24,6 +24,8 @@ class AgentLoopManagerOfARecipe(AgentLoopManagerOppo):
 
 
 # Overrides; then what the message must hold: key, value received, what is allowed.
+MEGATRON_CRITIC = ["model_engine=megatron", f"{OPPO}.intra_step.critic=true"]
+
 REFUSED = {
     "legacy trainer": (["trainer.use_v1=false"], "trainer.use_v1", "is False", "True"),
     "several weight syncs": ([f"+{OPPO}.parameter_sync_step=2"], f"{OPPO}.parameter_sync_step", "is 2", "allowed: 1"),
@@ -101,6 +103,36 @@ REFUSED = {
         "is 16",
         "0 to 14 = data.train_batch_size (2) x max_deferrals (7)",
     ),
+    "streaming to a critic on pipeline stages": (
+        [*MEGATRON_CRITIC, "critic.megatron.pipeline_model_parallel_size=2"],
+        "critic.megatron.pipeline_model_parallel_size",
+        "is 2",
+        f"with {OPPO}.intra_step.critic=True: 1, since a rank holds only some of the layers; without streaming",
+    ),
+    "streaming to a critic on virtual pipeline stages": (
+        [*MEGATRON_CRITIC, "critic.megatron.virtual_pipeline_model_parallel_size=2"],
+        "critic.megatron.virtual_pipeline_model_parallel_size",
+        "is 2",
+        f"with {OPPO}.intra_step.critic=True: None, since a rank holds several pieces of the layers",
+    ),
+    "streaming to a context-parallel critic": (
+        [*MEGATRON_CRITIC, "critic.megatron.context_parallel_size=2"],
+        "critic.megatron.context_parallel_size",
+        "is 2",
+        f"with {OPPO}.intra_step.critic=True: 1, since a rank sees only part of every sequence",
+    ),
+    "streaming to a sequence-parallel critic": (
+        [*MEGATRON_CRITIC, "critic.megatron.tensor_model_parallel_size=2"],
+        "critic.megatron.sequence_parallel",
+        "is True",
+        f"with {OPPO}.intra_step.critic=True: False, since a rank sees only part of every chunk",
+    ),
+    "streaming to a Megatron reference": (
+        ["model_engine=megatron", f"{OPPO}.intra_step.reference=true", "actor_rollout_ref.actor.use_kl_loss=true"],
+        f"{OPPO}.intra_step.reference",
+        "is True",
+        "False, since log-probs over a vocabulary that is split between ranks do not stream",
+    ),
     "a bad value": (
         [f"{OPPO}.inter_step.delta_min=-1"],
         f"{OPPO}.inter_step.delta_min",
@@ -117,6 +149,18 @@ REFUSED = {
 
 SUPPORTED = {
     "defaults": [],
+    "streaming to a Megatron critic": MEGATRON_CRITIC,
+    "streaming to a tensor-parallel Megatron critic": [
+        *MEGATRON_CRITIC,
+        "critic.megatron.tensor_model_parallel_size=2",
+        "critic.megatron.sequence_parallel=false",
+    ],
+    "pipeline stages without streaming": ["model_engine=megatron", "critic.megatron.pipeline_model_parallel_size=2"],
+    "pipeline stages with streaming switched off": [
+        *MEGATRON_CRITIC,
+        INTRA_OFF,
+        "critic.megatron.pipeline_model_parallel_size=2",
+    ],
     "another algorithm": ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8"],
     "fsdp2": ["actor_rollout_ref.actor.strategy=fsdp2", "critic.strategy=fsdp2"],
     "megatron": ["model_engine=megatron"],
@@ -211,6 +255,8 @@ def test_more_prompts_in_flight_than_the_data_set_holds_is_a_warning(
         ("critic", [], False),
         ("reference", ["+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=fp32"], True),
         ("reference", [], False),
+        ("critic", ["model_engine=megatron"], False),
+        ("reference", ["model_engine=megatron"], False),
     ],
 )
 def test_the_precision_of_a_scorer_is_its_engines(compose_config, name, overrides, expected):

@@ -1,7 +1,8 @@
 """The cases of `test_fsdp_scoring_on_cpu.py`, by name: each returns the numbers that the test judges.
 
 A case asserts what must hold exactly (what was cached, how many forwards) and returns differences from verl's plain
-path. All ranks run the same case with sequences of their own.
+path. All ranks run the same case with sequences of their own. Some of them serve `megatron_scoring` too, where a rank
+has the plain path of transformers.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def temperature_of(name: str) -> float:
 
 
 def lookahead(worker: ScoringTrainingWorker) -> int:
-    return int(worker.config.model_type == "language_model")
+    return int(getattr(worker.config, "model_type", None) == "language_model")
 
 
 def compared(rank: Rank, name: str, scored: list[Scored]) -> Result:

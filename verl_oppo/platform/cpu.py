@@ -3,7 +3,8 @@
 Loaded by `import verl` in every process of a run through `VERL_USE_EXTERNAL_MODULES=verl_oppo.platform.cpu`, with
 `VERL_PLATFORM=cpu` (`export_environment` sets both). Importing it registers the platform "cpu" with verl and, where
 that platform is selected and no accelerator is in sight, applies the shims: those below change verl, those of
-`cpu_vllm` change vLLM. On CUDA it only adds a platform that nobody asks for. Line numbers are those of verl 0.9.1.
+`cpu_vllm` vLLM, that of `cpu_megatron` Megatron-Core. On CUDA it only adds a platform that nobody asks for. Line
+numbers are those of verl 0.9.1.
 
 A run also needs settings that are verl's own: no sleep mode, float32, no torch.compile (see `config/oppo_cpu.yaml`).
 """
@@ -11,7 +12,7 @@ A run also needs settings that are verl's own: no sleep mode, float32, no torch.
 import os
 from types import ModuleType
 
-from verl_oppo.platform import cpu_device, cpu_vllm  # noqa: F401  (register the platform, and the shims of vLLM)
+from verl_oppo.platform import cpu_device, cpu_megatron, cpu_vllm  # noqa: F401  (register the platform, and the shims)
 from verl_oppo.platform.cpu_fsdp import CpuFSDPEngineMixin
 from verl_oppo.platform.cpu_weight_sync import CopyingReceiverMixin, WatchingSenderMixin
 from verl_oppo.platform.shims import (

@@ -23,15 +23,16 @@ from verl_oppo.platform.shims import apply_registered_shims, cpu_platform_select
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+    from verl.single_controller.base import Worker as VerlWorker
     from verl.workers.engine import BaseEngine
     from verl.workers.engine_workers import TrainingWorker
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker
 
-    from verl_oppo.scoring.fsdp import FSDPScorer
+    from verl_oppo.scoring.paged_scorer import PagedScorer
 
 LOAD_ATTRIBUTE = "_verl_oppo_emulated_load"
-"""On the engine of a reward model: `EmulatedRun.reward_load`; absent means 1."""
+"""On the engine of a reward model, or its scorer where it has none: `EmulatedRun.reward_load`; absent means 1."""
 
 
 @functools.cache
@@ -238,22 +239,43 @@ def streamed_forwards_last(module: ModuleType) -> None:
     module.TrainingWorker.__init__ = __init__
 
 
+@shim("verl.single_controller.base.worker")
+def megatron_forwards_last(module: ModuleType) -> None:
+    """A reward model on Megatron-Core: the same, and the devices of a tensor-parallel group are one device in time.
+
+    Answers verl/single_controller/base/worker.py (`Worker.__init__`): this worker has no engine of verl's, and so does
+    not pass `TrainingWorker.__init__`. Each device of the group has the whole forward's cost at the same time. Without
+    it scoring would cost nothing.
+    """
+    initialize = module.Worker.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: VerlWorker, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        scoring = sys.modules.get("verl_oppo.scoring.megatron_workers")
+        if scoring is not None and isinstance(self, scoring.RewardWorkerMegatron):
+            scorer_forwards_last(scoring.MegatronScorer)
+            setattr(scoring.MegatronScorer, LOAD_ATTRIBUTE, emulated_run().reward_load)
+
+    module.Worker.__init__ = __init__
+
+
 @functools.cache
-def scorer_forwards_last(scorer_class: type[FSDPScorer]) -> None:
-    """Hooks `FSDPScorer._forward`, once."""
+def scorer_forwards_last(scorer_class: type[PagedScorer]) -> None:
+    """Hooks a scorer's `_forward`, once."""
     forward = scorer_class._forward
 
     @functools.wraps(forward)
-    def _forward(self: FSDPScorer, layout: Any, segments: list[Any]) -> Any:
-        cost_s = forward_cost(self._engine, sum(segment.new for segment in segments))
+    def _forward(self: PagedScorer, layout: Any, segments: list[Any]) -> Any:
+        cost_s = forward_cost(getattr(self, "_engine", self), sum(segment.new for segment in segments))
         with training_clock().step("prefill", cost_s):
             return forward(self, layout, segments)
 
     scorer_class._forward = _forward
 
 
-def forward_cost(engine: BaseEngine, tokens: int) -> float:
-    return emulated_run().cost.forward_s(tokens * getattr(engine, LOAD_ATTRIBUTE, 1.0))
+def forward_cost(computing: BaseEngine | PagedScorer, tokens: int) -> float:
+    return emulated_run().cost.forward_s(tokens * getattr(computing, LOAD_ATTRIBUTE, 1.0))
 
 
 # Metrics --------------------------------------------------------------------------------------------------------------

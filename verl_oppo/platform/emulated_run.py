@@ -173,4 +173,8 @@ def _reward_load(config: DictConfig, cost: CostModel) -> float:
     if not reward_model.enable or not reward_model.enable_resource_pool:
         return 1.0
     actor_devices = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    return cost.reward_load(actor_devices, reward_model.n_gpus_per_node * reward_model.nnodes)
+    reward_devices = reward_model.n_gpus_per_node * reward_model.nnodes
+    if config.trainer.v1.oppo.intra_step.reward == "megatron":
+        # The devices of a tensor-parallel group are one device in time.
+        reward_devices //= reward_model.rollout.tensor_model_parallel_size
+    return cost.reward_load(actor_devices, reward_devices)

@@ -16,17 +16,19 @@ from uuid import uuid4
 
 import ray
 from omegaconf import DictConfig, open_dict
+from transformers import PretrainedConfig
 from verl import DataProto
 from verl.experimental.reward_loop import reward_loop
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.workers.config import RewardModelConfig
+from verl.workers.config import HFModelConfig, RewardModelConfig
 
 from verl_oppo.scoring import reward_support
 from verl_oppo.scoring.reward_input import RewardInput, RewardInputTranslator
 from verl_oppo.scoring.scorer import Scored, ScorerSettings, ScorerStats, Trajectory
 from verl_oppo.scoring.vllm_reward import RewardServerInfo, VllmRewardTarget
-from verl_oppo.scoring.workers import RewardWorkerOppo, reward_worker_config
+from verl_oppo.scoring.workers import DATA_MESH, RewardWorkerOppo, reward_worker_config
+from verl_oppo.stream.target import WorkerGroupTarget
 
 CONSUMER = "reward"
 """Name of the reward model among the stream's consumers."""
@@ -230,31 +232,59 @@ def keep_awake(config: DictConfig) -> None:
 
 
 def build_reward_worker_group(
-    config: DictConfig, resource_pool: RayResourcePool, settings: ScorerSettings | None = None, max_prompts: int = 0
+    config: DictConfig,
+    resource_pool: RayResourcePool,
+    settings: ScorerSettings | None = None,
+    max_prompts: int = 0,
+    kind: str = "fsdp",
 ) -> RayWorkerGroup:
-    """The reward model on verl's FSDP engine, one rank per device of the pool, loaded and ready for `oppo_*` calls.
+    """The reward model on verl's FSDP engine or, with `kind` megatron, on Megatron-Core, ready for `oppo_*` calls.
 
-    `settings` sizes its cache; left out, the cache holds what `max_prompts` prompts (by default one batch) need, see
+    One worker per device of the pool; `reward_group_target` is what the stream calls. `settings` sizes its cache; left
+    out, the cache holds what `max_prompts` prompts (by default one batch) need, see
     `reward_support.reward_scorer_settings`. Raises ValueError for a reward model that cannot be served.
     """
-    worker_config = reward_worker_config(
-        config.reward.reward_model,
-        engine=engine_overrides(config),
-        model=model_overrides(config),
-    )
+    assert kind in ("fsdp", "megatron"), f"a reward of kind {kind!r} has no worker group"
+    tensor_parallel = reward_support.tensor_parallel(config) if kind == "megatron" else 1
+    worker_cls, hf_config = _megatron_worker(config, tensor_parallel) if kind == "megatron" else _fsdp_worker(config)
     if settings is None:
         settings = reward_support.reward_scorer_settings(
             config,
-            worker_config.model_config.hf_config,
-            num_ranks=resource_pool.world_size,
+            hf_config,
+            num_ranks=resource_pool.world_size // tensor_parallel,
             max_prompts=max_prompts or config.data.train_batch_size,
+            tensor_parallel=tensor_parallel,
         )
-    worker_cls = RayClassWithInitArgs(cls=ray.remote(RewardWorkerOppo), config=worker_config)
     group = RayWorkerGroup(resource_pool=resource_pool, ray_cls_with_init=worker_cls, device_name=config.trainer.device)
     group.reset()
     stats: list[ScorerStats] = ray.get(group.oppo_setup(settings), timeout=SETUP_TIMEOUT_S)
     assert len(stats) == resource_pool.world_size
     return group
+
+
+def reward_group_target(group: RayWorkerGroup) -> WorkerGroupTarget:
+    """What the stream calls: one rank per data-parallel rank of the group."""
+    return WorkerGroupTarget(group.workers, data_ranks=group._query_dispatch_info(DATA_MESH))
+
+
+def _fsdp_worker(config: DictConfig) -> tuple[RayClassWithInitArgs, PretrainedConfig]:
+    worker_config = reward_worker_config(
+        config.reward.reward_model,
+        engine=engine_overrides(config),
+        model=model_overrides(config),
+    )
+    worker_cls = RayClassWithInitArgs(cls=ray.remote(RewardWorkerOppo), config=worker_config)
+    return worker_cls, worker_config.model_config.hf_config
+
+
+def _megatron_worker(config: DictConfig, tensor_parallel: int) -> tuple[RayClassWithInitArgs, PretrainedConfig]:
+    # Megatron-Core is an optional package, asked for by this kind only.
+    from verl_oppo.scoring.megatron_workers import MegatronRewardConfig, RewardWorkerMegatron
+
+    reward_model = config.reward.reward_model
+    model = HFModelConfig(path=reward_model.model_path, load_tokenizer=False)
+    worker_config = MegatronRewardConfig(model, reward_model.rollout.dtype, tensor_parallel)
+    return RayClassWithInitArgs(cls=ray.remote(RewardWorkerMegatron), config=worker_config), model.hf_config
 
 
 def engine_overrides(config: DictConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ What verl cannot do either is refused whatever is asked for, since verl's own cl
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,18 +112,23 @@ def required_context(config: DictConfig) -> int:
 
 
 def reward_scorer_settings(
-    config: DictConfig, hf_config: PretrainedConfig, num_ranks: int, max_prompts: int, cache_bytes: int | None = None
+    config: DictConfig,
+    hf_config: PretrainedConfig,
+    num_ranks: int,
+    max_prompts: int,
+    cache_bytes: int | None = None,
+    tensor_parallel: int = 1,
 ) -> ScorerSettings:
-    """Sizes of an FSDP reward model's scorer, per rank.
+    """Sizes of the scorer of a reward model in a worker group, per device.
 
-    The cache holds what `max_prompts` prompts in flight need, B + delta of them, up to `cache_bytes`. Raises ValueError
-    if that does not even hold one longest trajectory.
+    The cache holds what `max_prompts` prompts in flight need, B + delta of them on `num_ranks` data-parallel ranks, up
+    to `cache_bytes` a device. Raises ValueError if that does not even hold one longest trajectory.
     """
     required = required_context(config)
     longest = max(required, min(RETOKENISED_GROWTH * required, get_max_position_embeddings(hf_config)))
     limit = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
     settings = ScorerSettings(cache_bytes=limit, longest_trajectory=longest, key=f"{INTRA_STEP}.reward")
-    token_bytes = support.bytes_per_token(hf_config, reward_dtype(config))
+    token_bytes = support.bytes_per_token(hf_config, reward_dtype(config), tensor_parallel)
     support.cache_blocks(settings, token_bytes)
     trajectories = -(-max_prompts * config.actor_rollout_ref.rollout.n // num_ranks)
     blocks = trajectories * -(-required // settings.block_size) + -(-longest // settings.block_size) + 1
@@ -132,6 +138,11 @@ def reward_scorer_settings(
 
 def reward_dtype(config: DictConfig) -> torch.dtype:
     return PrecisionType.to_dtype(config.reward.reward_model.rollout.dtype)
+
+
+def tensor_parallel(config: DictConfig) -> int:
+    """Devices that hold one copy of a Megatron reward model, by the key that sizes verl's reward server too."""
+    return config.reward.reward_model.rollout.tensor_model_parallel_size
 
 
 def _no_discriminative_model(config: DictConfig) -> Obstacle | None:
@@ -199,6 +210,8 @@ def _is_converted(config: DictConfig) -> bool:
 
 def _obstacle_to(kind: str, config: DictConfig, model: HFModelConfig) -> Obstacle | None:
     """Why a reward model that verl can serve cannot stream."""
+    if kind == "megatron":
+        return _obstacle_to_megatron(config, model)
     if kind != "vllm":
         return None
     rollout = config.reward.reward_model.rollout
@@ -220,6 +233,28 @@ def _obstacle_to(kind: str, config: DictConfig, model: HFModelConfig) -> Obstacl
             "False for a reward model colocated with the rollout: its server must not sleep between two chunks, since "
             "waking resets its prefix cache; share the memory by gpu_memory_utilization of both",
         )
+    return None
+
+
+def _obstacle_to_megatron(config: DictConfig, model: HFModelConfig) -> Obstacle | None:
+    """Why the reward model cannot be built on Megatron-Core, on the devices of its resource pool."""
+    reward_model, key = config.reward.reward_model, f"{REWARD_MODEL}.rollout"
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        return Obstacle(f"{INTRA_STEP}.reward", "megatron", "another kind where megatron-core is not installed")
+    size = tensor_parallel(config)
+    for name in ("pipeline_model_parallel_size", "data_parallel_size"):
+        if reward_model.rollout.get(name, 1) != 1:
+            why = "the scorer holds all layers on each rank" if name.startswith("pipeline") else "what devices are left"
+            return Obstacle(f"{key}.{name}", reward_model.rollout[name], f"1: {why}")
+    owner = config.trainer if is_colocated(config) else reward_model
+    if owner.n_gpus_per_node % size:
+        devices = "trainer" if is_colocated(config) else REWARD_MODEL
+        return Obstacle(
+            f"{key}.tensor_model_parallel_size",
+            size,
+            f"a divisor of {devices}.n_gpus_per_node ({owner.n_gpus_per_node}), whose devices hold the reward model",
+        )
+    support.check_megatron_model(model.hf_config, size, f"{REWARD_MODEL}.model_path")
     return None
 
 

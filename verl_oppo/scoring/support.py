@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 from safetensors import safe_open
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PretrainedConfig
-from verl.workers.config import FSDPEngineConfig, HFModelConfig
+from verl.workers.config import FSDPEngineConfig, HFModelConfig, McoreEngineConfig
 from verl.workers.engine.fsdp import FSDPEngine
 
 from verl_oppo.scoring.prefix_cache import FIRST_BLOCK
@@ -26,12 +27,15 @@ PACKED_ATTENTION = ("flash_attention_2", "flash_attention_3")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
-def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes that one cached token takes: keys and values of all layers in the compute type."""
+def bytes_per_token(config: PretrainedConfig, dtype: torch.dtype, tensor_parallel: int = 1) -> int:
+    """Bytes that one cached token takes on a device: keys and values of all layers in the compute type.
+
+    Each of `tensor_parallel` ranks has its share of the KV heads, and one where there are fewer heads than ranks.
+    """
     text = config.get_text_config()
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return 2 * text.num_hidden_layers * kv_heads * head_size * dtype.itemsize
+    return 2 * text.num_hidden_layers * max(1, kv_heads // tensor_parallel) * head_size * dtype.itemsize
 
 
 def cache_blocks(settings: ScorerSettings, token_bytes: int) -> int:
@@ -100,6 +104,66 @@ def check_attention(config: PretrainedConfig, key: str) -> None:
     if rope_type in _LENGTH_DEPENDENT_ROPE:
         raise _refusal(
             key, "rope_type", rope_type, "a rotary embedding that does not change with the longest sequence of a batch"
+        )
+
+
+MEGATRON_ENGINE = {
+    "pipeline_model_parallel_size": ((1,), "a rank holds only some of the layers"),
+    "virtual_pipeline_model_parallel_size": ((None, 1), "a rank holds several pieces of the layers"),
+    "context_parallel_size": ((1,), "a rank sees only part of every sequence"),
+    "dynamic_context_parallel": ((False,), "a rank sees only part of every sequence"),
+    "expert_model_parallel_size": ((1,), "every rank would have to run as many forwards"),
+    "sequence_parallel": ((False,), "a rank sees only part of every chunk between the layers"),
+    "use_megatron_fsdp": ((False,), "every rank would have to run as many forwards"),
+}
+"""Fields of verl's McoreEngineConfig with what is allowed, the value to set first, and why nothing else is."""
+
+
+def megatron_obstacle(engine: McoreEngineConfig | DictConfig) -> tuple[str, object, str] | None:
+    """Why nothing streams into a Megatron engine: a field, its value, and what is allowed."""
+    for name, (allowed, why) in MEGATRON_ENGINE.items():
+        value = engine.get(name, allowed[0])
+        if name == "sequence_parallel" and engine.tensor_model_parallel_size == 1:
+            continue  # which verl switches off by itself
+        if value not in allowed:
+            return name, value, f"{allowed[0]}, since {why}; without streaming it trains as ever"
+    return None
+
+
+def check_megatron_engine(engine: McoreEngineConfig | DictConfig, key: str) -> None:
+    """Raises ValueError for a Megatron engine in which nothing streams; `key` names who asks."""
+    obstacle = megatron_obstacle(engine)
+    if obstacle is not None:
+        raise _refusal(key, *obstacle)
+
+
+MEGATRON_MODELS = ("llama", "qwen2")
+"""Model types that `megatron_model` and `megatron_weights` know."""
+
+
+def check_megatron_model(config: PretrainedConfig, tensor_parallel: int, key: str) -> None:
+    """Raises ValueError for a model that is not built on Megatron-Core, or not split over so many ranks."""
+    if config.model_type not in MEGATRON_MODELS:
+        raise _refusal(key, "model_type", config.model_type, f"one of {', '.join(MEGATRON_MODELS)}")
+    check_attention(config, key)
+    for name, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if getattr(config, name, allowed) != allowed:
+            raise _refusal(key, name, getattr(config, name), repr(allowed))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") == "yarn":
+        raise _refusal(key, "rope_type", "yarn", "a rotary embedding that does not scale the attention")
+    for name in ("num_attention_heads", "intermediate_size"):
+        if getattr(config, name) % tensor_parallel:
+            raise _refusal(
+                key, name, getattr(config, name), f"a multiple of the tensor parallel size, {tensor_parallel}"
+            )
+    kv_heads = config.num_key_value_heads
+    if kv_heads % tensor_parallel and tensor_parallel % kv_heads:
+        raise _refusal(
+            key,
+            "num_key_value_heads",
+            kv_heads,
+            f"a multiple or divisor of the tensor parallel size, {tensor_parallel}",
         )
 
 

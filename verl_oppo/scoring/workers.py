@@ -8,7 +8,7 @@ and loses it again in `RayWorkerGroup.spawn`, as verl's own methods do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
@@ -22,21 +22,27 @@ from verl.workers.config import (
     RewardModelConfig,
     TrainingWorkerConfig,
 )
+from verl.workers.engine import BaseEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_oppo.scoring import support
 from verl_oppo.scoring.fsdp import FSDPScorer
+from verl_oppo.scoring.paged_scorer import PagedScorer
 from verl_oppo.scoring.scorer import Chunk, PrefillReply, ScoreReply, ScorerSettings, ScorerStats, Trajectory
+
+DATA_MESH = "train"
+"""Name of the mesh whose data-parallel ranks take lists of their own; verl's TrainingWorker registers it by this."""
 
 
 class ScoringMethods:
     """The registered methods every scoring worker has, besides `oppo_setup`, which builds the scorer.
 
-    `oppo_prefill` and `oppo_score` take a list per rank (`Dispatch.DP_COMPUTE`), the others one argument for all. All
-    are non-blocking and return one Ray reference per rank: get them all before the next call.
+    `oppo_prefill` and `oppo_score` take a list per rank (`Dispatch.DP_COMPUTE`), the same one for all ranks of a
+    tensor-parallel group, the others one argument for all. All are non-blocking and return one Ray reference per rank:
+    get them all before the next call.
     """
 
-    def scorer(self) -> FSDPScorer:
+    def scorer(self) -> PagedScorer:
         """This rank's scorer. Raises RuntimeError before `oppo_setup`."""
         raise NotImplementedError
 
@@ -75,12 +81,20 @@ class ScoringTrainingWorker(ScoringMethods, TrainingWorker):
     Invariant: whatever changes the weights empties the cache, whether the trainer says so or not.
     """
 
-    _scorer: FSDPScorer | None = None
+    _scorer: PagedScorer | None = None
 
-    def scorer(self) -> FSDPScorer:
+    def scorer(self) -> PagedScorer:
         if self._scorer is None:
             raise RuntimeError(f"{type(self).__name__} has no scorer yet: call oppo_setup after the model is built")
         return self._scorer
+
+    def _scorer_class(self) -> Callable[[BaseEngine, ScorerSettings], PagedScorer]:
+        if self.engine_config.strategy != "megatron":
+            return FSDPScorer
+        # Imported where verl has built its Megatron engine, and so has Megatron-Core.
+        from verl_oppo.scoring.megatron import MegatronEngineScorer
+
+        return MegatronEngineScorer
 
     def forget_cache(self) -> None:
         """The weights change or have changed: nothing cached is of the present model."""
@@ -93,7 +107,7 @@ class ScoringTrainingWorker(ScoringMethods, TrainingWorker):
         if self._scorer is not None:
             self._scorer.close_stream()
             self._scorer.invalidate()
-        self._scorer = FSDPScorer(self.engine, settings)
+        self._scorer = self._scorer_class()(self.engine, settings)
         return self._scorer.stats()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -133,7 +147,7 @@ class ActorRolloutRefWorkerOppo(ScoringMethods, ActorRolloutRefWorker):
 
     ref_worker_cls = RefWorkerOppo
 
-    def scorer(self) -> FSDPScorer:
+    def scorer(self) -> PagedScorer:
         return self._reference().scorer()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -53,15 +53,21 @@ class ScorerTarget(Protocol):
 class WorkerGroupTarget:
     """The `oppo_*` methods of `scoring.workers.ScoringMethods` on the raw actor handles of a `RayWorkerGroup`.
 
-    Invariant: a call has ended on all ranks when it returns or raises a ValueError.
+    Invariant: a call has ended on all ranks when it returns or raises a ValueError. The worker processes of one rank
+    (a tensor-parallel group) get the same arguments, and the answer of the first of them counts.
     """
 
-    def __init__(self, handles: Sequence[ActorHandle], prefix: str = "") -> None:
+    def __init__(
+        self, handles: Sequence[ActorHandle], prefix: str = "", data_ranks: Sequence[int] | None = None
+    ) -> None:
         """`prefix`: "" for a worker group by itself, the role and "_" for one fused by verl, as in "critic_".
+
+        `data_ranks`: the data-parallel rank of each worker, as verl's `RayWorkerGroup._query_dispatch_info` says;
+        left out, each worker is a rank by itself.
 
         `verl.single_controller.ray.base.create_colocated_worker_cls` puts it before each method's name, and
         `RayWorkerGroup.spawn` takes it away again on the group, not on the actors. Raises ValueError if the actors
-        have no such methods.
+        have no such methods, or if `data_ranks` leaves out a rank.
         """
         if not handles:
             raise ValueError("handles is empty, allowed is one actor handle per rank")
@@ -70,10 +76,14 @@ class WorkerGroupTarget:
             raise ValueError(f"prefix is {prefix!r}, but the workers have no method {probe}: {handles[0]!r}")
         self._handles = list(handles)
         self._prefix = prefix
+        self._data_ranks = list(range(len(handles)) if data_ranks is None else data_ranks)
+        if len(self._data_ranks) != len(handles) or set(self._data_ranks) != set(range(max(self._data_ranks) + 1)):
+            raise ValueError(f"data_ranks is {self._data_ranks}, allowed is one per worker, none left out from 0 on")
+        self._first_of_rank = [self._data_ranks.index(rank) for rank in range(max(self._data_ranks) + 1)]
 
     @property
     def num_ranks(self) -> int:
-        return len(self._handles)
+        return len(self._first_of_rank)
 
     @property
     def processes(self) -> frozenset[ActorHandle]:
@@ -98,7 +108,7 @@ class WorkerGroupTarget:
         await self._call("oppo_stream_close")
 
     async def _call(self, method: str, argument_of_rank: list[Any] | None = None, **kwargs: Any) -> list[Any]:
-        """One call on every rank, issued together and gathered together."""
+        """One call on every worker, issued together and gathered together; one answer per rank."""
         assert argument_of_rank is None or len(argument_of_rank) == self.num_ranks
         name = f"{self._prefix}{method}"
         calls = [
@@ -111,20 +121,20 @@ class WorkerGroupTarget:
                 _, unanswered = await asyncio.wait(unanswered, timeout=OTHER_RANKS_S)
         except asyncio.CancelledError:
             ranks = [rank for rank, call in enumerate(calls) if not call.done()]
-            logger.error(f"{name} is given up, no answer from ranks {ranks} of {self.num_ranks}")
+            logger.error(f"{name} is given up, no answer from ranks {ranks} of {len(self._handles)}")
             raise
         finally:
             for call in calls:
                 call.add_done_callback(retrieve)
         errors = [call.exception() for call in calls if call.done() and call.exception() is not None]
         if not errors:
-            return [call.result() for call in calls]
+            return [calls[first].result() for first in self._first_of_rank]
         raise self._worst(errors, name, [rank for rank, call in enumerate(calls) if call in unanswered])
 
     def _arguments(self, argument_of_rank: list[Any] | None) -> list[tuple[Any, ...]]:
         if argument_of_rank is None:
-            return [()] * self.num_ranks
-        return [(argument,) for argument in argument_of_rank]
+            return [()] * len(self._handles)
+        return [(argument_of_rank[rank],) for rank in self._data_ranks]
 
     def _worst(self, errors: list[BaseException], name: str, unanswered: list[int]) -> BaseException:
         """The error that explains the others: a death, else what no rank survived, else the refusal."""
@@ -135,7 +145,7 @@ class WorkerGroupTarget:
             if not isinstance(error, ValueError):
                 return error
         if unanswered:
-            broken = RuntimeError(f"{name}: ranks {unanswered} of {self.num_ranks} are still busy, others failed")
+            broken = RuntimeError(f"{name}: ranks {unanswered} of {len(self._handles)} are still busy, others failed")
             broken.__cause__ = errors[0]
             return broken
         return errors[0]

@@ -44,6 +44,8 @@ DRAIN_TIMEOUT_S = 300.0
 """Longest wait for the prefill call in flight when the stream closes."""
 
 
+DATA_MESHES = {"critic": "train", "reference": "ref"}
+"""Meshes by which verl's workers register their data-parallel ranks."""
 DEFAULT_CACHE_BYTES = 4 << 30
 """Upper bound of a scorer's cache on one rank, bytes."""
 
@@ -101,6 +103,7 @@ class FusedScorer:
 
     group: RayWorkerGroup
     role: Role
+    data_ranks: list[int]
     need: MemoryNeed
 
 
@@ -214,8 +217,10 @@ class IntraStepStream:
             target = manager.vllm_target()
         else:
             pool = trainer.resource_pool_manager.get_resource_pool(Role.RewardModel)
-            self.reward_wg = reward_loop.build_reward_worker_group(self._config, pool, max_prompts=self._max_prompts)
-            target = WorkerGroupTarget(self.reward_wg.workers)
+            self.reward_wg = reward_loop.build_reward_worker_group(
+                self._config, pool, max_prompts=self._max_prompts, kind=self._reward_kind
+            )
+            target = reward_loop.reward_group_target(self.reward_wg)
         self._client.call(
             "add_consumer", reward_loop.CONSUMER, target, ConsumerSettings(), translator=manager.translator()
         )
@@ -223,11 +228,12 @@ class IntraStepStream:
 
     def _connect_fused(self, name: str, group: RayWorkerGroup, role: Role, hf_config: PretrainedConfig) -> None:
         """Builds the scorer; whether it takes chunks is decided once the rollout engine is awake beside it."""
-        settings = scorer_settings(self._config, hf_config, group.world_size, self._max_prompts, name)
+        data_ranks = group._query_dispatch_info(DATA_MESHES[name])
+        settings = scorer_settings(self._config, hf_config, max(data_ranks) + 1, self._max_prompts, name)
         ray.get(group.oppo_setup(settings), timeout=SETUP_TIMEOUT_S)
         outputs = 1 if name == "critic" else hf_config.get_text_config().vocab_size
         dtype = torch.float32 if computes_in_float32(self._config, name) else torch.bfloat16
-        self._fused[name] = FusedScorer(group, role, memory_needed(hf_config, settings, dtype, outputs))
+        self._fused[name] = FusedScorer(group, role, data_ranks, memory_needed(hf_config, settings, dtype, outputs))
 
     def _admit_fused(self) -> None:
         """Before the first chunk: those that fit take part, the others compute as in verl, and the log says why."""
@@ -236,7 +242,7 @@ class IntraStepStream:
             stats = ray.get(fused.group.oppo_stats(), timeout=RPC_TIMEOUT_S)
             reason = reason_not_to_stream(stats, fused.need)
             if reason is None:
-                target = WorkerGroupTarget(fused.group.workers, prefix=f"{fused.role}_")
+                target = WorkerGroupTarget(fused.group.workers, prefix=f"{fused.role}_", data_ranks=fused.data_ranks)
                 self._client.call("add_consumer", name, target, ConsumerSettings())
                 continue
             logger.warning("trainer.v1.oppo.intra_step.%s: does not stream, since %s", name, reason)

@@ -7,6 +7,7 @@ the values of `trainer.v1.oppo.*` themselves are checked in `config.schema`.
 import logging
 
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.import_utils import load_class_from_fqn
 
 from verl_oppo.algorithms.registry import load_algorithm
@@ -32,6 +33,7 @@ def load_oppo_config(config: DictConfig) -> OppoConfig:
     _check_trainer(config)
     _check_rollout(config, oppo)
     _check_staleness(config, oppo)
+    _check_streamed_engines(config, oppo)
     load_algorithm(oppo).check(config)
     return oppo
 
@@ -125,10 +127,37 @@ def _check_staleness(config: DictConfig, oppo: OppoConfig) -> None:
         )
 
 
+def _check_streamed_engines(config: DictConfig, oppo: OppoConfig) -> None:
+    """Refuses streaming into a Megatron engine that cannot take it; without streaming the same engine trains."""
+    intra_step = oppo.intra_step
+    if not intra_step.enable:
+        return
+    if intra_step.critic and need_critic(config) and config.critic.strategy == "megatron":
+        # Not at the top: the driver imports this module, and needs verl's engines for nothing else.
+        from verl_oppo.scoring import support
+
+        obstacle = support.megatron_obstacle(config.critic.megatron)
+        if obstacle is not None:
+            name, value, allowed = obstacle
+            raise ValueError(
+                f"critic.megatron.{name} is {value}; allowed with trainer.v1.oppo.intra_step.critic=True: {allowed}"
+            )
+    if intra_step.reference and need_reference_policy(config):
+        strategy = config.actor_rollout_ref.actor.strategy
+        if strategy == "megatron":
+            raise ValueError(
+                "trainer.v1.oppo.intra_step.reference is True with actor_rollout_ref.actor.strategy megatron; allowed: "
+                "False, since log-probs over a vocabulary that is split between ranks do not stream, or fsdp, fsdp2"
+            )
+
+
 def computes_in_float32(config: DictConfig, name: str) -> bool:
     """Whether the engine of a streamed scorer (reward, critic, reference) computes its forwards in float32."""
     if name == "reward":
         return config.reward.reward_model.rollout.dtype in FLOAT32
+    engine_owner = config.critic if name == "critic" else config.actor_rollout_ref.actor
+    if engine_owner.strategy == "megatron":
+        return False  # verl's Megatron engine computes in bfloat16 or float16
     engine = config.critic.fsdp if name == "critic" else config.actor_rollout_ref.ref.fsdp_config
     precision = engine.get("mixed_precision", None) or {}
     return precision.get("param_dtype", "bf16") in FLOAT32
