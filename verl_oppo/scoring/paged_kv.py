@@ -1,7 +1,7 @@
 """Keys and values of a scorer's cache, and the layout that lets one forward serve trajectories of any cached length.
 
-Used by the FSDP scorer. It knows tensors and transformers' cache interface; which block belongs to which trajectory is
-`prefix_cache`'s business: here a token is a slot number.
+Used by `paged_scorer` and its subclasses. It knows tensors and transformers' cache interface; which block belongs to
+which trajectory is `prefix_cache`'s business: here a token is a slot number.
 
 Legend: B rows, Q new tokens of the longest row, K cached plus new tokens of the longest row, H KV heads, D head size,
 T new tokens of all rows, S cached plus new tokens of all rows.

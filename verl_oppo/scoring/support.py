@@ -1,6 +1,6 @@
 """What a scorer cannot do is refused here at start, with the key, the value and what is allowed.
 
-Called by the FSDP scorer when it is built, and by the trainer to size a cache before anything runs. It reads
+Called by the scorers when they are built, and by the trainer to size a cache before anything runs. It reads
 configurations only, no weights.
 """
 
