@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py --preset cpu --arms sync_fast_poll,colocate_async_fast_poll,inter,oppo --repeats 3 --out OUT
     python scripts/benchmark.py --preset cpu --work constant --arms sync_fast_poll,oppo --out OUT
-    python scripts/benchmark.py --convergence --preset cpu_raw --seeds 3 --out OUT
+    python scripts/benchmark.py --convergence --seeds 3 --out OUT
 
 OUT gets `summary.json`, `steps.jsonl` (every step of every run, raw), `table.md`, the report (`report.html` and PNGs)
 and one folder a run with its log and metrics. A run that fails is named and left out of every figure, and the command
@@ -34,7 +34,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python scripts/benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--preset", default="cpu", choices=presets())
+    parser.add_argument("--preset", default="cpu", choices=[name for name in presets() if name != convergence.PRESET])
     parser.add_argument("--arms", default=DEFAULT_ARMS, help=f"of {', '.join(LAYOUTS)}, in this order")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", default="long_tail", choices=KINDS, help="the list of response lengths")
