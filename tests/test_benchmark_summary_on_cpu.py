@@ -99,6 +99,7 @@ def test_verify_steps_are_left_out_and_give_the_plain_time(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     figures = summarize([result], PRESET, "long_tail")["arms"]["oppo"]
     assert figures["step_s"] == {"median": 4.0, "min": 4.0, "max": 4.0, "n": 2}
+    # Plain 1 s for 200 tokens at the last verify step, and 200 tokens in each measured one.
     assert figures["hidden_share"]["median"] == pytest.approx(0.75)
 
 

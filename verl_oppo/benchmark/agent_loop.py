@@ -37,8 +37,8 @@ def replay_parameters(sampling_params: Mapping[str, Any], length: int, end_token
     """Sampling parameters with which vLLM decodes exactly `length` tokens.
 
     verl's resuming client lowers `max_tokens` by what it has when an aborted request goes on, so the whole response has
-    `length` tokens after any number of carries (vLLM's `min_tokens`, a bound on each attempt, would not allow that). The
-    end token is excluded and not only ignored: reward models drop it from the text, and their work would shrink.
+    `length` tokens after any number of carries (vLLM's `min_tokens`, a bound on each attempt, would not allow that).
+    The end token is excluded and not only ignored: reward models drop it from the text, and their work would shrink.
     """
     bias = {} if end_token is None else {"logit_bias": {end_token: NEVER}}
     return {**sampling_params, "max_tokens": length, "ignore_eos": True, **bias}

@@ -1,6 +1,6 @@
 """The benchmark's command: arms of the same work, interleaved over repeats, then summary, table and report.
 
-    python scripts/benchmark.py --preset cpu --arms sync_fast_poll,colocate_async_fast_poll,inter,oppo --repeats 3 --out OUT
+    python scripts/benchmark.py --preset cpu --arms sync_fast_poll,colocate_async_fast_poll,inter,oppo --out OUT
     python scripts/benchmark.py --preset cpu --work constant --arms sync_fast_poll,oppo --out OUT
     python scripts/benchmark.py --convergence --seeds 3 --out OUT
 
@@ -100,9 +100,7 @@ def demo_prompts() -> Path:
     Raises:
         RuntimeError: they could not be made.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "verl_oppo.demo.assets"], capture_output=True, text=True, timeout=1800
-    )
+    done = subprocess.run([sys.executable, "-m", "verl_oppo.demo.assets"], capture_output=True, text=True, timeout=1800)
     if done.returncode != 0:
         raise RuntimeError(f"the demo's assets could not be made:\n{done.stderr[-2000:]}")
     return Path(json.loads(done.stdout)["train_file"])

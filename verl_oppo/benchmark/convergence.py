@@ -32,9 +32,7 @@ ALPHA = 0.05
 WINDOW = 20
 
 
-def main(
-    options: argparse.Namespace, out: Path, prompts: Callable[[], Path], say: Callable[[str], None]
-) -> int:
+def main(options: argparse.Namespace, out: Path, prompts: Callable[[], Path], say: Callable[[str], None]) -> int:
     """Runs all arms and seeds and writes `convergence.json`, `convergence.png` and the report.
 
     Exit status: 0; 1 if a run failed.
@@ -198,15 +196,17 @@ def words(summary: Mapping[str, Any]) -> list[str]:
     else:
         verdict = "equivalent" if tested["is_equivalent"] else "NOT shown to be equivalent"
         sentences.append(
-            f"{tested['what']}: {tested['difference']:+.4f}, {100 * (1 - 2 * ALPHA):.0f} % interval {tested['low']:+.4f} "
-            f"to {tested['high']:+.4f}, margin +-{MARGIN}: {verdict} (two one-sided tests, p = {tested['p']:.4f})."
+            f"{tested['what']}: {tested['difference']:+.4f}, "
+            f"{100 * (1 - 2 * ALPHA):.0f} % interval {tested['low']:+.4f} to {tested['high']:+.4f}, margin +-{MARGIN}: {verdict} (two one-sided tests, p = {tested['p']:.4f})."
         )
     if summary["null"] is not None:
         null = summary["null"]
         sentences.append(
             f"With learning rate 0 the reward moved by {null['mean']:+.4f} ({null['min']:+.4f} to {null['max']:+.4f})."
         )
-    sentences += [f"FAILED, in no figure: {one['arm']}, seed {one['seed']}: {one['why']}" for one in summary["failures"]]
+    sentences += [
+        f"FAILED, in no figure: {one['arm']}, seed {one['seed']}: {one['why']}" for one in summary["failures"]
+    ]
     return sentences
 
 

@@ -1,7 +1,7 @@
-"""Two one-sided tests (TOST) for the equivalence of two means: with few runs "no significant difference" proves nothing.
+"""Two one-sided tests (TOST) for equal means: with few runs "no significant difference" proves nothing.
 
-Called by `convergence`. Welch's form: unequal variances (Welch 1947), TOST (Schuirmann 1987). The t distribution is from
-mpmath's regularised incomplete beta function.
+Called by `convergence`. Welch's form: unequal variances (Welch 1947), TOST (Schuirmann 1987). The t distribution is
+from mpmath's regularised incomplete beta function.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def equivalence(a: Sequence[float], b: Sequence[float], margin: float, alpha: fl
     if error == 0:
         p = 0.0 if abs(difference) < margin else 1.0
         return Equivalence(difference, margin, alpha, p, difference, difference, math.inf)
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(sample) - 1) for part, sample in zip(parts, (a, b), strict=True)
-    )
+    freedom = sum(parts) ** 2 / sum(part**2 / (len(sample) - 1) for part, sample in zip(parts, (a, b), strict=True))
     p = max(upper_tail((difference + margin) / error, freedom), upper_tail((margin - difference) / error, freedom))
     reach = t_quantile(1 - alpha, freedom) * error
     return Equivalence(difference, margin, alpha, p, difference - reach, difference + reach, freedom)

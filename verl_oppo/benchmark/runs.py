@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from verl_oppo import trace_file
-from verl_oppo.benchmark.gate import GATE_VARIABLE, GO, READY
 from verl_oppo.benchmark.arms import hydra_string
+from verl_oppo.benchmark.gate import GATE_VARIABLE, GO, READY
 from verl_oppo.demo.child import ChildRun
 from verl_oppo.demo.child_log import errors
 

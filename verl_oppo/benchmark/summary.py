@@ -30,14 +30,14 @@ from verl_oppo.report.metrics_file import read_run
 BASE = "sync_fast_poll"
 LOWER_BOUND = "lower_bound"
 LAYOUT_WORDS = (
-    "Where the reward model is: arms {own_pool} have it on devices of its own as in the paper (7 that generate and train "
-    "and 1 that scores, of 8), arms {colocated} on the devices that generate and train, since stock verl 0.9.1 cannot "
-    "train otherwise (verl#7368: with a pool of its own every trajectory fails). So the stock arms pay for scoring after "
-    "generation but at full speed on all their devices, and verl's own overlap of scoring by finished response, which a "
-    "pool of its own would bring, is not in them. Emulated, an own reward device pays for {reward_load:g} times the "
-    "tokens that the run sends it, those of the actor devices that are not there. An own pool also means "
-    "{extra:.3g} times the devices for each actor device: `equal_devices` of a ratio holds the two layouts to the same "
-    "number of devices as if every second scaled with it, which is the least favourable reading for OPPO."
+    "Where the reward model is: arms {own_pool} have it on devices of its own, as in the paper (of 8 devices 7 generate "
+    "and train and 1 scores); arms {colocated} on the devices that generate and train, since stock verl 0.9.1 cannot "
+    "train otherwise (verl#7368: with a pool of its own every trajectory fails). So the stock arms score after "
+    "generation, spread over all their devices, and verl's own overlap of scoring by finished response, which a pool of "
+    "its own would bring, is not in them. Emulated, an own reward device pays for {reward_load:g} times the tokens that "
+    "the run sends it: those of the actor devices that are not there. An own pool also means {extra:.3g} times the "
+    "devices for each actor device: `equal_devices` of a ratio holds both layouts to the same number of devices as if "
+    "every second of a step scaled with it, which is the reading least favourable to an own pool."
 )
 RATIO_WORDS = (
     "A ratio A/B is the mean step time of A over that of B in the same repeat, measured steps only; `per_token` is the "
@@ -48,12 +48,15 @@ RATIO_WORDS = (
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """The measured steps of one run that ended well, and its plain reward scoring time where it streams."""
+    """The measured steps of one run that ended well.
+
+    `plain_reward_s_per_token`: plain scoring time of each prompt and response token, None where nothing streams.
+    """
 
     arm: str
     repeat: int
     steps: list[Step]
-    plain_reward_s: float | None
+    plain_reward_s_per_token: float | None
     is_emulated: bool
 
     @property
@@ -68,8 +71,8 @@ class MeasuredRun:
 def measured_run(result: RunResult, preset: Preset) -> MeasuredRun:
     """Reads a run.
 
-    The plain scoring time is that of the last verify step, after warm-up where there is one. Verify steps score twice
-    and are no measured steps.
+    The plain scoring time is that of the last verify step, which is after warm-up, a token: the verify step may have
+    trained more or fewer. Verify steps score twice and are no measured steps.
 
     Raises:
         ValueError: a measured step is missing.
@@ -81,7 +84,7 @@ def measured_run(result: RunResult, preset: Preset) -> MeasuredRun:
     if missing:
         raise ValueError(f"steps {missing} are not in {result.folder}")
     measured = [step for step in steps if step.step in preset.measured_steps and not step.is_verify]
-    plain = [step.plain_reward_s for step in steps if step.is_verify and step.plain_reward_s]
+    plain = [step.plain_reward_s / step.tokens for step in steps if step.is_verify and step.plain_reward_s]
     return MeasuredRun(result.arm, result.repeat, measured, plain[-1] if plain else None, files.is_emulated)
 
 
@@ -162,7 +165,7 @@ def arm_figures(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         "generation_and_scoring_share": spread(map(generation_and_scoring_share, steps)),
         "utilisation": {side: spread(share[side] for share in shares) for side in ("actor", "scorer")},
         "idle": {side: spread(idle(share[side]) for share in shares) for side in ("actor", "scorer")},
-        "hidden_share": spread(hidden_share(run.steps, run.plain_reward_s) for run in runs),
+        "hidden_share": spread(hidden_share(run.steps, run.plain_reward_s_per_token) for run in runs),
         "reward": spread(step.reward for step in steps),
         "overrun_share": sum(step.overruns for step in steps) / model_steps if model_steps else None,
     }
@@ -178,7 +181,9 @@ def all_ratios(by_arm: Mapping[str, Sequence[MeasuredRun]], preset: Preset) -> d
         for b in by_arm:
             if a != b:
                 entry = _ratio(seconds[a], seconds[b], per_token[a], per_token[b])
-                entry["equal_devices"] = spread(value * devices[a] / devices[b] for value in entry["by_repeat"].values())
+                entry["equal_devices"] = spread(
+                    value * devices[a] / devices[b] for value in entry["by_repeat"].values()
+                )
                 compared[f"{a}/{b}"] = entry
     bound_s, bound_per_token = {}, {}
     for run in by_arm.get(BASE, ()):

@@ -148,8 +148,8 @@ def utilisation(step: Step, *, own_pool: bool) -> dict[str, float | None]:
 
     Emulated: busy seconds of the side's device; the actor's comes first. With a colocated reward model there is one
     device and no scorer side (None). Two models at the same time on a device count each, so a share may exceed 1.
-    Else: the actor's side is busy while it decodes, scores, trains or syncs, by the parts; the scorer's by its own clock
-    or, colocated, None.
+    Else: the actor's side is busy while it decodes, scores, trains or syncs, by the parts; the scorer's by its own
+    clock or, colocated, None.
     """
     if step.seconds <= 0:
         return {"actor": None, "scorer": None}
@@ -188,15 +188,14 @@ def generation_and_scoring_share(step: Step) -> float:
     return sum(step.parts[name] for name in names) / step.seconds
 
 
-def hidden_share(steps: Sequence[Step], plain_s: float | None) -> float | None:
-    """1 - exposed / plain reward scoring over steps of a run; None where nothing streams.
+def hidden_share(steps: Sequence[Step], plain_s_per_token: float | None) -> float | None:
+    """1 - exposed / plain reward scoring, added up over steps of a run; None where nothing streams.
 
-    `plain_s` is the time of the plain path, measured in the same run on a step like these.
+    `plain_s_per_token` is the time of the plain path, measured in the same run, for each prompt and response token.
     """
-    exposed = [step.exposed_reward_s for step in steps if step.exposed_reward_s is not None]
-    if not exposed or not plain_s:
-        return None
-    return 1.0 - sum(exposed) / (plain_s * len(exposed))
+    streamed = [step for step in steps if step.exposed_reward_s is not None]
+    plain = sum(step.tokens for step in streamed) * (plain_s_per_token or 0.0)
+    return 1.0 - sum(step.exposed_reward_s or 0.0 for step in streamed) / plain if plain else None
 
 
 def ratios(a: Mapping[int, float], b: Mapping[int, float]) -> dict[int, float]:

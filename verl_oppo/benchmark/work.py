@@ -39,8 +39,8 @@ class LengthList:
             raise ValueError(f"work is {self.kind!r}; allowed: {', '.join(KINDS)}")
         if not 1 <= self.minimum <= self.median <= self.maximum:
             raise ValueError(
-                f"lengths are minimum {self.minimum}, median {self.median}, maximum {self.maximum}; allowed: 1 or more, "
-                "in that order"
+                f"lengths are minimum {self.minimum}, median {self.median}, maximum {self.maximum}; allowed: 1 or "
+                "more, in that order"
             )
         if not math.isfinite(self.sigma) or self.sigma < 0:
             raise ValueError(f"sigma is {self.sigma!r}; allowed: a finite number of 0 or more")

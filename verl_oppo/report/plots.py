@@ -37,7 +37,9 @@ def breakdown(runs: Sequence[RunFiles]) -> Figure | None:
     left = [0.0] * len(shown)
     for name in PARTS:
         widths = [max(0.0, median(step.parts[name] for step in settled(trace(run))) or 0.0) for run in shown]
-        axes.barh([run.label for run in shown], widths, left=left, color=PART_COLOURS[name], label=name.replace("_", " "))
+        axes.barh(
+            [run.label for run in shown], widths, left=left, color=PART_COLOURS[name], label=name.replace("_", " ")
+        )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step (median of each part)")
