@@ -134,11 +134,12 @@ def test_utilisation_without_emulation_comes_from_the_timers():
     assert utilisation(step, own_pool=False) == {"actor": pytest.approx(1 - 1.5 / 20), "scorer": None}
 
 
-def test_hidden_share_is_over_the_plain_time_of_all_steps():
-    steps = steps_of([(1, OPPO), (2, OPPO | {"oppo/overlap/reward_exposed_s": 0.6})], waits_for_all=False)
-    assert hidden_share(steps, plain_s=2.0) == pytest.approx(1 - 0.8 / 4.0)
-    assert hidden_share(steps, plain_s=None) is None
-    assert hidden_share(steps_of([(1, SYNC)], waits_for_all=True), plain_s=2.0) is None
+def test_hidden_share_is_over_the_plain_time_of_the_same_tokens():
+    more = {"oppo/overlap/reward_exposed_s": 0.6, "perf/total_num_tokens": 240.0}
+    steps = steps_of([(1, OPPO), (2, OPPO | more)], waits_for_all=False)
+    assert hidden_share(steps, plain_s_per_token=0.01) == pytest.approx(1 - 0.8 / 4.0)
+    assert hidden_share(steps, plain_s_per_token=None) is None
+    assert hidden_share(steps_of([(1, SYNC)], waits_for_all=True), plain_s_per_token=0.01) is None
 
 
 def test_ratios_are_paired_by_repeat_and_a_lacking_one_is_left_out():

@@ -188,7 +188,7 @@ def test_what_the_page_is_made_of(tmp_path):
     assert missing_metrics(run) == {}
     assert carries_prompts(run)
     assert typical_step(run) == 5
-    assert phases(run, 5)[:2] == [("generation", 0.0, 3.0), ("log-probs", 3.0, 3.2)]
+    assert phases(run, 5)[:2] == [("wait for generation", 0.0, 3.0), ("log-probs", 3.0, 3.2)]
     (sentence,) = words([run])
     assert "6 steps; a step takes 10.50 s" in sentence and "Δ was 4 to 4 prompts; 20 %" in sentence
 

@@ -195,9 +195,10 @@ def words(summary: Mapping[str, Any]) -> list[str]:
         sentences.append("No equivalence test: it takes two seeds or more of both arms.")
     else:
         verdict = "equivalent" if tested["is_equivalent"] else "NOT shown to be equivalent"
+        interval = f"{100 * (1 - 2 * ALPHA):.0f} % interval {tested['low']:+.4f} to {tested['high']:+.4f}"
         sentences.append(
-            f"{tested['what']}: {tested['difference']:+.4f}, "
-            f"{100 * (1 - 2 * ALPHA):.0f} % interval {tested['low']:+.4f} to {tested['high']:+.4f}, margin +-{MARGIN}: {verdict} (two one-sided tests, p = {tested['p']:.4f})."
+            f"{tested['what']}: {tested['difference']:+.4f}, {interval}, margin +-{MARGIN}: {verdict} "
+            f"(two one-sided tests, p = {tested['p']:.4f})."
         )
     if summary["null"] is not None:
         null = summary["null"]

@@ -30,14 +30,15 @@ from verl_oppo.report.metrics_file import read_run
 BASE = "sync_fast_poll"
 LOWER_BOUND = "lower_bound"
 LAYOUT_WORDS = (
-    "Where the reward model is: arms {own_pool} have it on devices of its own, as in the paper (of 8 devices 7 generate "
-    "and train and 1 scores); arms {colocated} on the devices that generate and train, since stock verl 0.9.1 cannot "
-    "train otherwise (verl#7368: with a pool of its own every trajectory fails). So the stock arms score after "
-    "generation, spread over all their devices, and verl's own overlap of scoring by finished response, which a pool of "
-    "its own would bring, is not in them. Emulated, an own reward device pays for {reward_load:g} times the tokens that "
-    "the run sends it: those of the actor devices that are not there. An own pool also means {extra:.3g} times the "
-    "devices for each actor device: `equal_devices` of a ratio holds both layouts to the same number of devices as if "
-    "every second of a step scaled with it, which is the reading least favourable to an own pool."
+    "Where the reward model is: arms {own_pool} have it on devices of its own, as in the paper (of 8 devices 7 "
+    "generate and train and 1 scores); arms {colocated} on the devices that generate and train, since stock verl "
+    "0.9.1 cannot train otherwise (verl#7368: with a pool of its own every trajectory fails). So the stock arms "
+    "score after generation, spread over all their devices, and verl's own overlap of scoring by finished "
+    "response, which a pool of its own would bring, is not in them. Emulated, an own reward device pays for "
+    "{reward_load:g} times the tokens that the run sends it: those of the actor devices that are not there. An "
+    "own pool also means {extra:.3g} times the devices for each actor device: `equal_devices` of a ratio holds "
+    "both layouts to the same number of devices as if every second of a step scaled with it, which is the reading "
+    "least favourable to an own pool."
 )
 RATIO_WORDS = (
     "A ratio A/B is the mean step time of A over that of B in the same repeat, measured steps only; `per_token` is the "

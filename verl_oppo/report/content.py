@@ -23,7 +23,7 @@ NEEDS = {
 }
 """Metrics by picture; a run that has none of a picture's is left out of it."""
 PHASES = (
-    ("gen", "generation"),
+    ("gen", "wait for generation"),
     ("reward", "reward"),
     ("old_log_prob", "log-probs"),
     ("ref", "reference"),

@@ -18,7 +18,7 @@ from verl_oppo.report.content import phases, typical_step  # noqa: E402
 from verl_oppo.report.metrics_file import RunFiles, is_number  # noqa: E402
 
 PHASE_COLOURS = {
-    "generation": "#4c78a8",
+    "wait for generation": "#4c78a8",
     "reward": "#e45756",
     "log-probs": "#9ecae9",
     "reference": "#b279a2",
