@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     specs = plan(options, preset, out)
     say(f"{len(specs)} runs in {out}")
     results = run_all(specs, resume=options.resume, timeout_s=options.timeout, at_once=options.at_once, say=say)
-    return conclude(options, preset, specs, results, out)
+    return conclude(options, preset, results, out)
 
 
 def plan(options: argparse.Namespace, preset: Preset, out: Path) -> list[RunSpec]:
@@ -109,7 +109,6 @@ def demo_prompts() -> Path:
 def conclude(
     options: argparse.Namespace,
     preset: Preset,
-    specs: Sequence[RunSpec],
     results: Sequence[RunResult],
     out: Path,
 ) -> int:
@@ -122,7 +121,7 @@ def conclude(
         "seed": options.seed,
         "work": preset.lengths(options.work).stated([options.seed + repeat for repeat in range(options.repeats)]),
         "overrides": list(options.overrides),
-        "arguments": {spec.arm: list(spec.arguments) for spec in reversed(specs)},
+        "arguments": {arm: preset.arguments(arm) for arm in dict.fromkeys(result.arm for result in results)},
     }
     summary = summarize(results, preset, options.work)
     summary |= {"settings": stated, "machine": machine(), "versions": versions()}

@@ -47,7 +47,7 @@ def main(options: argparse.Namespace, out: Path, prompts: Callable[[], Path], sa
             "steps": preset.steps,
             "seeds": [options.seed + index for index in range(options.seeds)],
             "overrides": list(options.overrides),
-            "arguments": {spec.arm: list(spec.arguments) for spec in reversed(specs)},
+            "arguments": {spec.arm: list(spec.arguments) for spec in specs[: len(specs) // options.seeds]},
         },
         "machine": machine(),
         "versions": versions(),

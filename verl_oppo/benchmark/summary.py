@@ -168,6 +168,7 @@ def arm_figures(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         "idle": {side: spread(idle(share[side]) for share in shares) for side in ("actor", "scorer")},
         "hidden_share": spread(hidden_share(run.steps, run.plain_reward_s_per_token) for run in runs),
         "reward": spread(step.reward for step in steps),
+        "overrun_s": spread(step.overrun_s for step in steps),
         "overrun_share": sum(step.overruns for step in steps) / model_steps if model_steps else None,
     }
 
@@ -275,7 +276,7 @@ def table(summary: Mapping[str, Any]) -> str:
         cells += [_median(figures["tokens_per_s"], ".0f"), _median(figures["utilisation"]["actor"])]
         cells += [_median(figures["utilisation"]["scorer"]), _median(figures["reward"], ".3f")]
         share = figures["overrun_share"]
-        cells.append("-" if share is None else f"{100 * share:.1f} %")
+        cells.append("-" if share is None else f"{100 * share:.1f} %, {_median(figures['overrun_s'])} s a step")
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", f"Ratios{emulated}: median (min to max) over repeats.", ""]
     lines += ["| ratio | step time | per trained token | equal devices |", "|---|---|---|---|"]

@@ -39,7 +39,8 @@ class Step:
         tokens: prompt and response tokens trained. generated: response tokens trained.
         busy: emulated seconds of each device in the step, None where nothing is emulated; models that run at the same
             time on a device count each.
-        overruns, model_steps: emulated model steps that took longer for real, of all in this step.
+        overruns, overrun_s, model_steps: emulated model steps that took longer for real, by how much all together, of
+            how many in this step. Devices run at the same time, so not every second of it made the step longer.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Step:
     busy: dict[str, float] | None
     scorer_busy_s: float | None
     overruns: float
+    overrun_s: float
     model_steps: float
     exposed_reward_s: float | None
     plain_reward_s: float | None
@@ -123,6 +125,7 @@ def steps_of(records: Sequence[tuple[int, Mapping[str, Any]]], *, waits_for_all:
                 busy={name: value - busy_before.get(name, 0.0) for name, value in busy.items()} or None,
                 scorer_busy_s=None if any(math.isnan(value) for value in scorer) else sum(scorer),
                 overruns=number(data, f"{EMULATED}/overruns") - number(before, f"{EMULATED}/overruns"),
+                overrun_s=number(data, f"{EMULATED}/overrun_s") - number(before, f"{EMULATED}/overrun_s"),
                 model_steps=number(data, f"{EMULATED}/steps") - number(before, f"{EMULATED}/steps"),
                 exposed_reward_s=_optional(data, "oppo/overlap/reward_exposed_s"),
                 plain_reward_s=_optional(data, "oppo/overlap/reward_plain_s"),
