@@ -3,9 +3,11 @@
 import json
 import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from verl_oppo.benchmark import convergence
+from verl_oppo.benchmark import command, convergence
 from verl_oppo.benchmark.arms import Preset
 from verl_oppo.benchmark.equivalence import equivalence, t_quantile, upper_tail
 from verl_oppo.benchmark.gate import GO, READY
@@ -115,6 +117,28 @@ def test_overhead_is_that_of_the_arm_with_both_overlaps_off(tmp_path):
     assert summarize(results, PRESET, "constant")["overhead"]["share_of_step"]["median"] == pytest.approx(0.02)
 
 
+def test_bad_arguments_are_named(tmp_path):
+    def planned(*arguments):
+        options = command.parse([*arguments, "--out", str(tmp_path)])
+        return command.plan(options, Preset.load(options.preset), tmp_path)
+
+    with pytest.raises(ValueError, match="arm is 'fastest'"):
+        planned("--arms", "sync,fastest")
+    with pytest.raises(ValueError, match="--prompts is not given"):
+        planned("--preset", "gpu")
+
+
+def test_arms_are_interleaved_over_repeats_on_the_same_work(tmp_path):
+    prompts = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "hello"}]), prompts)
+    arguments = ["--arms", "sync,oppo", "--repeats", "2", "--prompts", str(prompts), "--out", str(tmp_path), "a.b=1"]
+    specs = command.plan(command.parse(arguments), PRESET, tmp_path)
+    assert [(spec.arm, spec.repeat) for spec in specs] == [("sync", 0), ("oppo", 0), ("sync", 1), ("oppo", 1)]
+    files = [next(one for one in spec.arguments if one.startswith("data.train_files=")) for spec in specs]
+    assert files[0] == files[1] != files[2] == files[3]
+    assert all(spec.arguments[-1] == "a.b=1" for spec in specs)
+
+
 def test_every_step_is_written_raw(tmp_path):
     results = [run(tmp_path, "oppo", 0, 4.0), run(tmp_path, "oppo", 1, 4.0, failure="why not")]
     write_steps(results, tmp_path / "steps.jsonl")
@@ -200,6 +224,35 @@ def test_equivalence_needs_small_difference_and_small_spread():
     assert not equivalence([0.80, 0.81], [0.70, 0.71], margin=0.05).is_equivalent
     with pytest.raises(ValueError, match="two or more"):
         equivalence([0.5], [0.5, 0.6], margin=0.05)
+
+
+def converging_run(tmp_path, arm, seed, final, steps=30):
+    folder = tmp_path / f"{arm}-seed{seed}"
+    folder.mkdir()
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            data = {"timing_s/step": 2.0, "critic/score/mean": 0.5 if step <= 20 else final}
+            file.write(json.dumps({"step": step, "data": data}) + "\n")
+    return RunResult(arm, seed, str(folder), [], None)
+
+
+def test_convergence_over_seeds(tmp_path):
+    results = [converging_run(tmp_path, "sync_fast_poll", seed, 0.70 + 0.01 * seed) for seed in (1, 2, 3)]
+    results += [converging_run(tmp_path, "oppo", seed, 0.71 + 0.01 * seed) for seed in (1, 2, 3)]
+    results += [converging_run(tmp_path, "oppo_lr0", 1, 0.5), converging_run(tmp_path, "oppo_lr0", 2, 0.5, steps=29)]
+    summary = convergence.summarize(results, Preset.load(convergence.PRESET).with_steps(30))
+    assert summary["final_reward"]["oppo"] == pytest.approx({1: 0.72, 2: 0.73, 3: 0.74})
+    assert summary["equivalence"]["difference"] == pytest.approx(0.01)
+    assert summary["equivalence"]["is_equivalent"]
+    assert summary["null"] == pytest.approx({"mean": 0.0, "min": 0.0, "max": 0.0})
+    assert summary["failures"] == [{"arm": "oppo_lr0", "seed": 2, "why": "29 of 30 steps have a reward"}]
+    assert summary["curves"]["oppo"]["seconds"][-1] == pytest.approx(60.0)
+    assert summary["curves"]["oppo"]["max"][-1] == pytest.approx(0.74)
+    convergence.draw(summary, tmp_path / "convergence.png")
+    assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
+    said = " ".join(convergence.words(summary))
+    assert "equivalent (two one-sided tests" in said and "FAILED, in no figure: oppo_lr0, seed 2" in said
+    json.dumps(summary, allow_nan=False)
 
 
 def trajectory(step, length, age=0, stale=0):

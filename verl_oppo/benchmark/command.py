@@ -27,6 +27,7 @@ from verl_oppo.benchmark.summary import summarize, table, write_steps
 from verl_oppo.benchmark.work import KINDS, write_work
 from verl_oppo.report.page import write_report
 
+DEMO_CONFIG = "--config-name=oppo_cpu"
 DEFAULT_ARMS = "sync_fast_poll,colocate_async_fast_poll,inter,oppo"
 
 
@@ -77,11 +78,13 @@ def plan(options: argparse.Namespace, preset: Preset, out: Path) -> list[RunSpec
     """One run for each arm and repeat, the arms interleaved; writes the repeats' work files.
 
     Raises:
-        ValueError: an arm, preset or work does not exist.
+        ValueError: an arm, preset or work does not exist, or prompts are missing.
     """
     arms = [name.strip() for name in options.arms.split(",") if name.strip()]
     lengths = preset.lengths(options.work)
     arguments = {arm: preset.arguments(arm) for arm in arms}
+    if options.prompts is None and DEMO_CONFIG not in next(iter(arguments.values()), []):
+        raise ValueError(f"--prompts is not given; allowed with preset {preset.name}: a data set in verl's format")
     prompts = options.prompts or demo_prompts()
     specs = []
     for repeat in range(options.repeats):

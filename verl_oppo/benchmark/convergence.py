@@ -83,15 +83,17 @@ def plan(preset: Preset, out: Path, seeds: Sequence[int], overrides: Sequence[st
 
 def summarize(results: Sequence[RunResult], preset: Preset) -> dict[str, Any]:
     """`curves`, `final_reward`, `equivalence`, `fairness` and `failures`; failed runs are in nothing else."""
-    failures = [
-        {"arm": result.arm, "seed": result.repeat, "why": result.failure}
-        for result in results
-        if result.failure is not None
-    ]
+    failures: list[dict[str, Any]] = []
     runs: dict[str, dict[int, RunFiles]] = {}
     for result in results:
-        if result.failure is None:
-            runs.setdefault(result.arm, {})[result.repeat] = read_run(Path(result.folder))
+        run = read_run(Path(result.folder))
+        why = result.failure
+        if why is None and len(run.series("critic/score/mean")[0]) < preset.steps:
+            why = f"{len(run.series('critic/score/mean')[0])} of {preset.steps} steps have a reward"
+        if why is None:
+            runs.setdefault(result.arm, {})[result.repeat] = run
+        else:
+            failures.append({"arm": result.arm, "seed": result.repeat, "why": why})
     final = {arm: {seed: final_reward(run) for seed, run in seeds.items()} for arm, seeds in runs.items()}
     return {
         "failures": failures,
