@@ -160,7 +160,7 @@ def table_rows(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:
         cells.append(_shown(median(step.tokens / step.seconds for step in steps if step.seconds > 0), ".0f"))
         cells.append(_shown(median(step.reward for step in steps), ".3f"))
         cells.append(_shown(median(run.series("oppo/overcommit/delta")[1]), ".0f"))
-        rows.append([*cells, "EMULATED" if run.is_emulated else "real"])
+        rows.append([*cells, ("EMULATED" if run.is_emulated else "real") if run.steps else "-"])
     return header, rows
 
 

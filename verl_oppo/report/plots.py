@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from verl_oppo.benchmark.trace import PARTS  # noqa: E402
 from verl_oppo.report.content import median, seconds_per_token, settled, trace  # noqa: E402
@@ -153,7 +154,9 @@ def _panels(runs: Sequence[RunFiles], panels: Sequence[tuple[str, Series]]) -> F
         for run, steps, values in found:
             axes.plot(steps, values, marker=".", label=run.label)
         axes.set(xlabel="step", ylabel=label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if found:
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
             axes.legend(fontsize=8)
         else:
             _say(axes, "no run has it")
