@@ -22,11 +22,13 @@ class TrainedRow:
         mask: (response_len,) bool, True where the token counts in the loss.
         probs_diff: (response_len,) absolute difference of the rollout's and the actor's token probability, or None
             where the run does not keep the rollout's log-probs.
+        is_ratio: (response_len,) the actor's probability of each token over the rollout's; None as above.
     """
 
     versions: Runs
     mask: np.ndarray
     probs_diff: np.ndarray | None = None
+    is_ratio: np.ndarray | None = None
 
 
 def expand_versions(runs: Runs) -> np.ndarray:

@@ -8,7 +8,8 @@ Makes a tiny actor, critic, tokenizer and data set on first use, then trains wit
 (python -m verl_oppo.main_ppo --config-name oppo_cpu, every override passed on). Prints a line per step: mean reward,
 the overcommit degree delta, the prompts deferred to a later step, the seconds of the step. Ends with a summary in words
 and, as its last line, a JSON object with the figures. The run directory holds the log (train.log), verl's metrics
-(metrics.jsonl), a plot of reward and step time (plot.png), and checkpoints where the run saves some.
+(metrics.jsonl), time spans for the report (spans.jsonl), a plot of reward and step time (plot.png), and checkpoints
+where the run saves some.
 
 Environment:
     OPPO_RUN_DIR         run directory, without an earlier run's metrics (default: runs/demo-<time> in the checkout)
@@ -28,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from verl_oppo import trace_file
 from verl_oppo.demo.child import ChildRun
 from verl_oppo.demo.child_log import clean_line, errors, last_words, total_steps
 from verl_oppo.demo.summary import (
@@ -68,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
         metrics_file, log = run_dir / "metrics.jsonl", run_dir / "train.log"
         say(f"run directory {run_dir}; log: {log.name}")
         say("starting verl (Ray, vLLM, actor, critic, reference): start-up takes about two minutes on 2 cores")
-        child = ChildRun(train_command(run_dir, argv), log, {**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics_file)})
+        wanted = {"VERL_FILE_LOGGER_PATH": str(metrics_file), trace_file.VARIABLE: str(run_dir)}
+        child = ChildRun(train_command(run_dir, argv), log, {**os.environ, **wanted})
         records = watch(child, metrics_file, log, timeout_s)
     except RunFailed as failure:
         say(f"FAILED: {failure}", file=sys.stderr)

@@ -36,10 +36,12 @@ from verl_oppo.rollout.agent_loop import TOKEN_VERSIONS_KEY
 from verl_oppo.rollout.controller import RolloutControllerGroup, RolloutState
 from verl_oppo.rollout.partial import LLMServerClientOppo
 from verl_oppo.scoring.reward_loop import ScoreRecord
+from verl_oppo.stream.consumer import ConsumerStats
 from verl_oppo.trainer.health import HealthCheck
 from verl_oppo.trainer.replay_buffer import OppoReplayBuffer
 from verl_oppo.trainer.streaming import FinalCall, IntraStepStream
 from verl_oppo.trainer.support import AGENT_LOOP_MANAGER, computes_in_float32, load_oppo_config
+from verl_oppo.trainer.trace import TrainerTrace
 from verl_oppo.trainer.verify import check_equal, largest_difference
 
 logger = logging.getLogger(__name__)
@@ -91,6 +93,8 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         self._plain_s: dict[str, float] = {}
         self._verified: dict[str, float] = {}
         self._health: HealthCheck | None = None
+        correction = config.algorithm.get("rollout_correction", None) or {}
+        self._trace = TrainerTrace(correction.get("rollout_is_threshold") if correction.get("rollout_is") else None)
         super().__init__(config)
 
     # ---------------------------------- construction ----------------------------------
@@ -183,6 +187,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
     def on_sample_begin(self) -> None:
         """Chunks flow while the engines decode."""
         super().on_sample_begin()
+        self._trace.sample_begins()
         self._exposed = {}
         due = (self.config.trainer.save_freq, self.config.trainer.test_freq)
         is_busy = any(freq > 0 and self.global_steps % freq == 0 for freq in due)
@@ -191,6 +196,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
 
     def on_sample_end(self) -> None:
         """Abort what is unfinished (tokens kept by the client), free the engines, drain the stream."""
+        self._trace.sample_ends()
         waited = time.monotonic() - self.replay_buffer.waiting_since
         self.timing_raw.update(self.rollout_controller.call("mark_abort", waited))
         super().on_sample_end()
@@ -290,8 +296,10 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         metrics.update(staleness_metrics(rows, current_version=self.global_steps - 1))
         frozen = self.config.trainer.critic_warmup > self.global_steps
         self.overcommit.observe(reward, frozen=frozen)
+        stats = self.stream.stats()
         if self.stream.active:
-            metrics.update(self._stream_metrics(batch, timing_raw))
+            metrics.update(self._stream_metrics(stats, batch, timing_raw))
+        self._trace.step_ends(self.global_steps, stats)
         state: RolloutState = self.rollout_controller.call("state")
         metrics.update(ledger_metrics(state.ledger))
         metrics.update(
@@ -305,10 +313,12 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         )
         return batch
 
-    def _stream_metrics(self, batch: KVBatchMeta, timing_raw: dict) -> dict[str, float]:
+    def _stream_metrics(
+        self, stats: dict[str, ConsumerStats], batch: KVBatchMeta, timing_raw: dict
+    ) -> dict[str, float]:
         """Metrics of intra-step overlap; the tuner learns what the step's chunk size cost."""
         size = self.config.actor_rollout_ref.rollout.response_length if self._chunk is None else self._chunk
-        metrics = chunk_metrics(self.stream.stats(), size) | overlap_metrics(self._exposed)
+        metrics = chunk_metrics(stats, size) | overlap_metrics(self._exposed)
         metrics |= {f"oppo/verify/{name}_difference": value for name, value in self._verified.items()}
         self._verified = {}
         # The reward's final calls end before the batch is sampled, so generation time holds them already.
@@ -319,7 +329,8 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
 
     def _read_trained_rows(self, batch: KVBatchMeta) -> tuple[list[TrainedRow], float]:
         """The step's real rows, and R_t: the mean unpenalised score a prompt, DAPO-filtered groups counted."""
-        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+        real = [pair for pair in zip(batch.keys, batch.tags, strict=True) if not pair[1].get("is_padding", False)]
+        keys = [key for key, _ in real]
         fields = ["rm_scores", "response_mask", "extra_fields", "old_log_probs"]
         keeps_log_probs = self.config.actor_rollout_ref.rollout.calculate_log_probs
         if keeps_log_probs:
@@ -328,14 +339,16 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         rows, rewards = [], {}
         for index, (key, extra) in enumerate(zip(keys, list(data["extra_fields"]), strict=True)):
             extra = getattr(extra, "data", extra)  # Plain or wrapped, depending on the backend of TransferQueue.
-            probs_diff = None
+            probs_diff = is_ratio = None
             if keeps_log_probs:
+                is_ratio = (data["old_log_probs"][index] - data["rollout_log_probs"][index]).exp().numpy()
                 probs_diff = (data["old_log_probs"][index].exp() - data["rollout_log_probs"][index].exp()).abs().numpy()
             mask = data["response_mask"][index].bool().numpy()
             # Rollouts that verl replayed from a cache (skip.rollout_tq) were made without a record.
             versions = extra.get(TOKEN_VERSIONS_KEY) or [[self.global_steps - 1, len(mask)]]
-            rows.append(TrainedRow(versions=versions, mask=mask, probs_diff=probs_diff))
+            rows.append(TrainedRow(versions=versions, mask=mask, probs_diff=probs_diff, is_ratio=is_ratio))
             rewards.setdefault(key.split("_")[0], []).append(float(data["rm_scores"][index].sum()))
+        self._trace.trained(self.global_steps, keys, [tag for _, tag in real], rows)
         per_prompt = [float(np.mean(scores)) for scores in rewards.values()] + self.replay_buffer.filtered_rewards
         return rows, float(np.mean(per_prompt))
 
