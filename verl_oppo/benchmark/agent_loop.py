@@ -1,8 +1,8 @@
 """verl's single-turn agent loop with the response length that the prompt's row states, for the same tokens in all arms.
 
 verl's agent loop workers build it by `agent_loop.yaml`, in stock modes and in ours. It does not know arms, steps or
-trainers. The responses are sampled from the policy, but never end by themselves: rewards and gradients of such a run
-mean nothing.
+trainers. The responses are sampled from the policy without its end token and never end by themselves: rewards,
+gradients and importance weights of such a run mean nothing.
 """
 
 import os
