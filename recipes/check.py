@@ -69,11 +69,11 @@ def check(overrides: Sequence[str]) -> DictConfig:
 
 
 def main(arguments: list[str]) -> None:
-    names, _, extra = " ".join(arguments).partition("--")
-    chosen = [Path(name) for name in names.split()] or scripts()
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    chosen = [Path(name) for name in arguments[:end]] or scripts()
     for script in chosen:
         for mode in modes(script):
-            config = check(overrides_of(script, mode, extra.split()))
+            config = check(overrides_of(script, mode, arguments[end + 1 :]))
             if len(chosen) == 1:
                 print(OmegaConf.to_yaml(config))
             print(f"{script.name} {mode}: ok")

@@ -13,11 +13,13 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-from verl.trainer.ppo.utils import need_critic
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
 
 from verl_oppo.rollout.controller import RolloutControllerGroup
 from verl_oppo.trainer import PPOTrainerOppo
 from verl_oppo.trainer.replay_buffer import OppoReplayBuffer
+from verl_oppo.trainer.support import load_oppo_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -108,6 +110,15 @@ def uids_of(batch: KVBatchMeta) -> set[str]:
 def read(keys: list[str], field: str) -> list[list[float]]:
     data = tq.kv_batch_get(keys=keys, partition_id="train", select_fields=[field])
     return [row.tolist() for row in data[field].unbind()]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_group_relative_estimators_need_no_other_key(compose_config, estimator):
+    overrides = (f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4")
+    config = compose_config(*overrides, config_name="oppo_cpu")
+    load_oppo_config(config)
+    validate_config(config, need_reference_policy(config), need_critic(config))
+    assert not need_critic(config)
 
 
 def test_a_group_is_trained_whole_and_once_after_its_last_member(transfer_queue, controller, compose_config):

@@ -43,3 +43,9 @@ def test_there_is_no_reward_server(run: Run) -> None:
     """verl launches one whenever the reward model is enabled; the FSDP worker group stands in its place."""
     servers = [name for name in run.recorded(1)["actors"] if "server" in name]
     assert servers and not any("reward" in name for name in servers), servers
+
+
+def test_there_is_no_critic(run: Run) -> None:
+    """verl says which engines it builds."""
+    assert "actor and ref model engine initialized" in run.log
+    assert "critic model engine initialized" not in run.log

@@ -50,5 +50,7 @@ def test_prompts_are_deferred_and_the_reference_streams(run: Run) -> None:
 
 
 def test_there_is_no_critic(run: Run) -> None:
-    assert not any("critic" in name.lower() for name in run.recorded(1)["actors"])
-    assert not any(name.startswith(("critic/vf", "actor/pg")) for data in run.metrics for name in data)
+    """verl says which engines it builds, and times what they do."""
+    assert "actor and ref model engine initialized" in run.log
+    assert "critic model engine initialized" not in run.log
+    assert not any(name in data for data in run.metrics for name in ("timing_s/values", "timing_s/update_critic"))
