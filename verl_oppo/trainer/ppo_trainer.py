@@ -200,7 +200,8 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         waited = time.monotonic() - self.replay_buffer.waiting_since
         self.timing_raw.update(self.rollout_controller.call("mark_abort", waited))
         super().on_sample_end()
-        self.stream.end()
+        # The plain path is timed on an idle scorer.
+        self.stream.end(everything=self._is_verify_step())
 
     def _check_health(self) -> None:
         if self._health is None:

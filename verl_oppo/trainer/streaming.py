@@ -110,8 +110,8 @@ class FusedScorer:
 class IntraStepStream:
     """The run's stream, or the fact that there is none.
 
-    Invariant: critic and reference, which share their processes with the actor, get prefill calls only between `begin`
-    and `end`; where nothing streams, no actor, process or thread exists.
+    Invariant: what shares devices with the actor (critic, reference, a colocated reward model) gets prefill calls only
+    between `begin` and `end`; where nothing streams, no actor, process or thread exists.
     """
 
     def __init__(self, config: DictConfig, oppo: OppoConfig) -> None:
@@ -261,10 +261,17 @@ class IntraStepStream:
             self._chunk_size = chunk_size
         self._client.call("open", self.consumers)
 
-    def end(self) -> None:
-        """Drain: after it the trainer may call the worker groups itself."""
-        if self.active:
-            self._client.call("close", self.consumers, DRAIN_TIMEOUT_S)
+    def end(self, everything: bool = False) -> None:
+        """Drain: after it the trainer may call the worker groups itself.
+
+        A reward model on devices of its own goes on with what has been decoded, unless `everything` is to be idle.
+        """
+        closing = [name for name in self.consumers if everything or self._shares_devices(name)]
+        if closing:
+            self._client.call("close", closing, DRAIN_TIMEOUT_S)
+
+    def _shares_devices(self, name: str) -> bool:
+        return name != reward_loop.CONSUMER or not self._config.reward.reward_model.enable_resource_pool
 
     def forget(self, uids: Sequence[str], num_sessions: int) -> None:
         """These prompts will not be trained."""
@@ -316,8 +323,12 @@ class IntraStepStream:
         )
 
     def forget_rewards(self) -> None:
-        """The scorer's cache goes, so that a plain call after it computes everything."""
-        self._client.call("invalidate", reward_loop.CONSUMER)
+        """A plain call after it computes everything.
+
+        A worker group freed each trajectory with its final call; vLLM's prefix cache keeps what it has seen.
+        """
+        if self._reward_kind == "vllm":
+            self._client.call("invalidate", reward_loop.CONSUMER)
 
     def stats(self) -> dict[str, ConsumerStats]:
         """What each consumer did since the last call, by name."""
