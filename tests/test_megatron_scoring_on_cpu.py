@@ -117,10 +117,16 @@ def test_every_rank_says_what_a_rank_refused(folder: Path, tensor_parallel: int,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pipeline_model_parallel_size", "the.key cannot stream: pipeline_model_parallel_size is 2, allowed is 1"),
-        ("context_parallel_size", "the.key cannot stream: context_parallel_size is 2, allowed is 1"),
-        ("window_size", "the.key cannot stream: the model's window_size is (8, 0), allowed is None"),
-        ("num_moe_experts", "the.key cannot stream: the model's num_moe_experts is 4, allowed is None"),
+        (
+            "pipeline_model_parallel_size",
+            "trainer.v1.oppo.intra_step cannot stream: pipeline_model_parallel_size is 2, allowed is 1",
+        ),
+        ("context_parallel_size", "trainer.v1.oppo.intra_step cannot stream: context_parallel_size is 2, allowed is 1"),
+        ("window_size", "trainer.v1.oppo.intra_step cannot stream: the model's window_size is (8, 0), allowed is None"),
+        (
+            "num_moe_experts",
+            "trainer.v1.oppo.intra_step cannot stream: the model's num_moe_experts is 4, allowed is None",
+        ),
     ],
 )
 def test_a_critic_that_cannot_take_chunks_is_refused(
