@@ -44,7 +44,7 @@ def breakdown(runs: Sequence[RunFiles]) -> Figure | None:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step (median of each part)")
-    axes.legend(ncols=len(PARTS), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8, frameon=False)
+    axes.legend(ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8, frameon=False)
     return figure
 
 
