@@ -11,8 +11,7 @@ from ray.exceptions import ActorDiedError
 from verl_oppo.scoring.prefix_cache import PrefixCache
 from verl_oppo.scoring.scorer import CallReport, Chunk, PrefillReply, Scored, ScoreReply, Trajectory
 from verl_oppo.stream.consumer import ConsumerSettings
-from verl_oppo.stream.pump import Pump
-from verl_oppo.stream.requests import CallGate
+from verl_oppo.stream.pump import CallGate, Pump
 from verl_oppo.stream.target import WorkerGroupTarget
 
 LONG_S = 30.0
@@ -28,7 +27,6 @@ class FakeScorer:
     def __init__(self, num_ranks: int = 1, processes: str = "own") -> None:
         self.num_ranks = num_ranks
         self.processes = frozenset([processes])
-        self.takes_along = False
         self.caches = [PrefixCache(num_blocks=1000, block_size=4, lookahead=0) for _ in range(num_ranks)]
         self.calls: list[tuple[str, list[str]]] = []
         self.goes_on = asyncio.Event()
@@ -67,14 +65,11 @@ class FakeScorer:
             replies.append(PrefillReply({name: len(cache.known(name)) for name in known}, report))
         return replies
 
-    async def score(self, trajectories_by_rank, keep: bool = False, along_by_rank=None) -> list[ScoreReply]:
-        along_by_rank = along_by_rank or [[] for _ in trajectories_by_rank]
-        await self._begin("score", names_of(trajectories_by_rank) + names_of(along_by_rank))
+    async def score(self, trajectories_by_rank, keep: bool = False) -> list[ScoreReply]:
+        await self._begin("score", names_of(trajectories_by_rank))
         self._check(trajectories_by_rank)
-        self._check(along_by_rank)
         replies = []
-        for cache, trajectories, along in zip(self.caches, trajectories_by_rank, along_by_rank, strict=True):
-            came_along = {chunk.trajectory_id for chunk in along if cache.extend(chunk)}
+        for cache, trajectories in zip(self.caches, trajectories_by_rank, strict=True):
             scored = []
             for each in trajectories:
                 before = cache.known(each.trajectory_id) if each.trajectory_id in cache else np.empty(0)
@@ -84,11 +79,7 @@ class FakeScorer:
             if not keep:
                 cache.drop(each.trajectory_id for each in trajectories)
             replies.append(
-                ScoreReply(
-                    scored,
-                    CallReport(tokens_cached=sum(s.cached_tokens for s in scored), seconds=2.0),
-                    {name: len(cache.known(name)) for name in came_along},
-                )
+                ScoreReply(scored, CallReport(tokens_cached=sum(s.cached_tokens for s in scored), seconds=2.0))
             )
         return replies
 
@@ -171,46 +162,6 @@ async def test_what_arrives_during_a_call_is_merged_into_the_next():
     await settle()
     assert target.made("prefill") == [("prefill", ["a"]), ("prefill", ["a", "b"])]
     assert [len(target.caches[0].known(name)) for name in "ab"] == [40, 36]
-
-
-async def test_what_waits_comes_along_with_a_score():
-    target = FakeScorer()
-    target.takes_along = True
-    pump = await opened(target)
-    target.hold()
-    pump.push([chunk("a")])
-    await target.called.wait()
-    pump.push([chunk("a", 4), chunk("b", 0, 12)])
-    scoring = await soon(pump.score([trajectory("a")]))
-    target.release()
-    [scored] = await scoring
-    assert list(scored.outputs) == sums() and scored.cached_tokens == 4
-    assert target.made("prefill", "score") == [("prefill", ["a"]), ("score", ["a", "b"])]
-    assert len(target.caches[0].known("b")) == 12
-    await pump.close(LONG_S)
-    pump.push([chunk("c")])
-    await pump.score([trajectory("b", 12)])
-    assert target.made("score")[-1] == ("score", ["b"]), "nothing comes along while the stream is closed"
-
-
-async def test_a_refused_chunk_that_came_along_fails_no_score():
-    target = FakeScorer()
-    target.takes_along = True
-    pump = await opened(target)
-    target.hold()
-    pump.push([chunk("a")])
-    await target.called.wait()
-    pump.push([Chunk("bad", 0, [-1]), chunk("b")])
-    scoring = await soon(pump.score([trajectory("a")]))
-    target.release()
-    [scored] = await scoring
-    assert list(scored.outputs) == sums()
-    await settle()
-    assert len(target.caches[0].known("b")) == 4, "the others are prefilled"
-    assert pump.stats().trajectories_refused == 1
-    pump.push([chunk("b", 4)])
-    await settle()
-    assert target.made("prefill")[-1] == ("prefill", ["b"]), "the stream goes on"
 
 
 async def test_prefill_waits_for_the_stream_to_open_and_scores_do_not():

@@ -193,8 +193,6 @@ class InProcess:
 
     num_ranks = 1
 
-    takes_along = False
-
     def __init__(self, *processes: str) -> None:
         self.processes = frozenset(processes)
         self.prefilled: list[Chunk] = []

@@ -150,25 +150,6 @@ def carried(rank: Rank, name: str) -> Result:
     return compared(rank, name, finished.scored + reply.scored)
 
 
-def along(rank: Rank, name: str) -> Result:
-    """Two are scored, and chunks of the two others come along; on the last rank nothing is to be scored."""
-    worker = setup(rank, name)
-    first, second = rank.sequences[:2], rank.sequences[2:]
-    waiting = chunked(second, 1000, ["c", "d"])[0]
-    scores = [Trajectory(each, ids) for each, ids in zip("ab", first, strict=True)]
-    is_idle = 0 < rank.index == rank.world_size - 1
-    reply = worker.oppo_score([] if is_idle else scores, waiting)
-    cached = {each: len(ids) - lookahead(worker) for each, ids in zip("cd", second, strict=True)}
-    assert reply.along == cached, "the forwards had room for all of them"
-    if is_idle:
-        reply.scored += worker.oppo_score(scores).scored
-    else:
-        worker.oppo_score([])
-    late = score(worker, second, ["c", "d"])
-    assert [one.cached_tokens for one in late.scored] == list(cached.values())
-    return compared(rank, name, reply.scored + late.scored)
-
-
 def updated(rank: Rank) -> Result:
     """The critic learns while two trajectories are carried: nothing of the old critic is left."""
     worker = setup(rank, "critic_trained")

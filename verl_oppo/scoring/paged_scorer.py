@@ -100,27 +100,23 @@ class PagedScorer(ABC):
         """See `scorer.Scorer`. Trajectories of one call never evict each other: what finds no room is left out."""
         with self._reporting(self._prefill_total) as report:
             ordered = self._agreed(lambda: self._checked_chunks(chunks))
-            known = self._known_after(ordered, report)
+            report.chunks_ignored = sum(not self._cache.extend(chunk) for chunk in ordered)
+            known = list(dict.fromkeys(chunk.trajectory_id for chunk in ordered if chunk.trajectory_id in self._cache))
             report.trajectories = len(known)
             with self._eval_mode():
                 self._prefill_known(known, report)
         return PrefillReply({each: self._cache.cached(each) for each in known if each in self._cache}, report)
 
-    def score(self, trajectories: Sequence[Trajectory], keep: bool = False, along: Iterable[Chunk] = ()) -> ScoreReply:
+    def score(self, trajectories: Sequence[Trajectory], keep: bool = False) -> ScoreReply:
         """See `scorer.Scorer`. Where the cache is too small for all, trajectories not yet scored lose theirs."""
         with self._reporting(self._score_total) as report:
-            final, ordered = self._agreed(
-                lambda: (self._checked_trajectories(trajectories), self._checked_chunks(along))
-            )
-            known = self._known_after(ordered, report)
-            assert final.keys().isdisjoint(known), "a trajectory that is scored needs no chunk"
+            final = self._agreed(lambda: self._checked_trajectories(trajectories))
             found = {each: self._cache.rewrite(each, ids) for each, ids in final.items()}
             report.trajectories = len(final)
             with self._eval_mode():
-                outputs = self._score_all(final, found, keep, known, report)
+                outputs = self._score_all(final, found, keep, report)
             report.tokens_cached = sum(found.values())
-        scored = [Scored(each, outputs[each], found[each]) for each in final]
-        return ScoreReply(scored, report, {each: self._cache.cached(each) for each in known if each in self._cache})
+        return ScoreReply([Scored(each, outputs[each], found[each]) for each in final], report)
 
     def invalidate(self) -> None:
         self._cache.clear()
@@ -193,11 +189,6 @@ class PagedScorer(ABC):
 
     # What to compute next -------------------------------------------------------------------------------------------
 
-    def _known_after(self, ordered: Sequence[Chunk], report: CallReport) -> list[str]:
-        """Takes the chunks in; the trajectories of theirs that the cache knows."""
-        report.chunks_ignored = sum(not self._cache.extend(chunk) for chunk in ordered)
-        return list(dict.fromkeys(chunk.trajectory_id for chunk in ordered if chunk.trajectory_id in self._cache))
-
     def _prefill_known(self, known: list[str], report: CallReport) -> None:
         pending = [each for each in known if self._cache.missing(each)]
         while self._busiest_rank(len(pending)):
@@ -215,7 +206,7 @@ class PagedScorer(ABC):
             pending = [each for each in pending if self._cache.missing(each)]
 
     def _score_all(
-        self, final: dict[str, np.ndarray], found: dict[str, int], keep: bool, along: list[str], report: CallReport
+        self, final: dict[str, np.ndarray], found: dict[str, int], keep: bool, report: CallReport
     ) -> dict[str, np.ndarray]:
         """Outputs of each trajectory; sets `found` to 0 where a trajectory lost its cache before its turn came."""
         outputs: dict[str, np.ndarray] = {}
@@ -230,10 +221,7 @@ class PagedScorer(ABC):
                 return outputs
             for each in [each for each in pending if each not in self._cache]:
                 found[each] = self._cache.rewrite(each, final[each])
-            batch = self._next_to_score(pending)
-            if len(batch) == len(pending):
-                self._take_along(batch, [each for each in along if each in self._cache], keep=[*pending, *along])
-            self._compute(batch, report)
+            self._compute(self._next_to_score(pending), report)
 
     def _next_to_score(self, pending: list[str]) -> list[tuple[str, int]]:
         """The next rows; the first always finds room, at the cost of others' cache if need be."""
@@ -250,15 +238,6 @@ class PagedScorer(ABC):
                 assert fits, "the cache holds one longest trajectory"
             batch.append((each, segment_length))
         return batch
-
-    def _take_along(self, batch: list[tuple[str, int]], along: list[str], keep: Collection[str]) -> None:
-        """Fills the batch up with rows that nobody waits for; never at the cost of `keep`."""
-        for each in self._largest_first([each for each in along if self._cache.missing(each)]):
-            segment_length = self._fitting(each, batch)
-            if segment_length == 0:
-                return
-            if self._cache.make_room(each, self._cache.cached(each) + segment_length, keep=keep):
-                batch.append((each, segment_length))
 
     def _largest_first(self, pending: Collection[str]) -> list[str]:
         """Rows of like size together, so that little of a batch is padding."""

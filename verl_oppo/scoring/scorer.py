@@ -151,14 +151,10 @@ class Scored:
 
 @dataclass
 class ScoreReply:
-    """`scored` is in the order of the call's trajectories.
-
-    `along`: as `PrefillReply.cached`, of the chunks that came along.
-    """
+    """`scored` is in the order of the call's trajectories."""
 
     scored: list[Scored]
     report: CallReport
-    along: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -191,11 +187,8 @@ class Scorer(Protocol):
         """Computes what the chunks add to the cache. Raises ValueError on ids outside the vocabulary."""
         ...
 
-    def score(self, trajectories: Sequence[Trajectory], keep: bool = False, along: Iterable[Chunk] = ()) -> ScoreReply:
-        """Outputs on the final ids; the trajectories' cache is freed unless `keep`. Raises ValueError on bad input.
-
-        `along`: chunks of other trajectories, prefilled where the call's forwards have room for them.
-        """
+    def score(self, trajectories: Sequence[Trajectory], keep: bool = False) -> ScoreReply:
+        """Outputs on the final ids; the trajectories' cache is freed unless `keep`. Raises ValueError on bad input."""
         ...
 
     def invalidate(self) -> None:

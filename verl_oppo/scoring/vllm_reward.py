@@ -54,9 +54,6 @@ class VllmRewardTarget:
         self._known: dict[str, np.ndarray] = {}
         self._prefilled: dict[str, int] = {}
 
-    takes_along = False
-    """vLLM answers a request for a prefix and one for a score at its own time each."""
-
     @property
     def num_ranks(self) -> int:
         return len(self._servers)

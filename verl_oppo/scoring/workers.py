@@ -51,10 +51,8 @@ class ScoringMethods:
         return self.scorer().prefill(chunks)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
-    def oppo_score(
-        self, trajectories: Sequence[Trajectory], along: Iterable[Chunk] = (), keep: bool = False
-    ) -> ScoreReply:
-        return self.scorer().score(trajectories, keep, along)
+    def oppo_score(self, trajectories: Sequence[Trajectory], keep: bool = False) -> ScoreReply:
+        return self.scorer().score(trajectories, keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def oppo_invalidate(self) -> None:

@@ -13,12 +13,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from verl_oppo.scoring.scorer import Chunk, Scored, ScoreReply, Trajectory
+from verl_oppo.scoring.scorer import Chunk, Scored, Trajectory
 from verl_oppo.stream.consumer import CallTimes, ConsumerSettings, ConsumerStats, Span
 from verl_oppo.stream.hub import ChunkHub, HubCounters
-from verl_oppo.stream.requests import CallGate, Request, ScoreRequest
 from verl_oppo.stream.target import ScorerTarget, retrieve
 
 logger = logging.getLogger(__name__)
@@ -30,12 +30,60 @@ Reply = TypeVar("Reply")
 Item = TypeVar("Item", Chunk, Trajectory)
 
 
+class CallGate:
+    """Lets one call at a time into the worker processes behind it.
+
+    Shared by the pumps whose targets live in the same processes, as verl fuses critic and reference with the actor.
+    Invariant: a broken call breaks the gate for all of them, since its processes may never answer again.
+    """
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.failure: BaseException | None = None
+
+
+def new_future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+@dataclass
+class Request:
+    """A call that somebody waits for; `answer` may be cancelled by then."""
+
+    what: str
+    call: Callable[[], Awaitable[Any]] | None = None
+    answer: asyncio.Future[Any] = field(default_factory=new_future)
+
+    def succeed(self, result: Any) -> None:
+        if not self.answer.done():
+            self.answer.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.answer.done():
+            # One error may be raised many times, and each time would make its traceback longer.
+            self.answer.set_exception(error.with_traceback(None))
+
+
+@dataclass
+class ScoreRequest(Request):
+    trajectories: list[Trajectory] = field(default_factory=list)
+    keep: bool = False
+
+    @property
+    def ids(self) -> set[str]:
+        return {each.trajectory_id for each in self.trajectories}
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.trajectories)
+
+
 class Pump:
     """Calls to one target.
 
     Invariant: at most one call is in flight; a prefill starts only while the pump is open and nobody waits for an
-    answer, or comes along with a score. Every answer comes, or the scorer's own error, within the deadlines of the
-    calls before it; after a broken call no other is made, and every request gets that call's error.
+    answer. Every answer comes, or the scorer's own error, within the deadlines of the calls before it; after a broken
+    call no other is made, and every request gets that call's error.
     """
 
     def __init__(
@@ -317,10 +365,10 @@ class Pump:
             request.succeed([scored[each.trajectory_id] for each in request.trajectories])
 
     async def _score(self, trajectories: list[Trajectory], keep: bool) -> dict[str, Scored]:
-        ids = [each.trajectory_id for each in trajectories]
-        replies = await self._call_score(trajectories, keep, self._next_along(ids))
+        replies = await self._call("score", lambda: self._target.score(self._by_rank(trajectories), keep))
         self._stats.score.add([reply.report for reply in replies])
         scored = {one.trajectory_id: one for reply in replies for one in reply.scored}
+        ids = [each.trajectory_id for each in trajectories]
         assert scored.keys() == set(ids), f"{self.name} scored {sorted(scored)}, asked for were {sorted(ids)}"
         if not keep:
             self._hub.drop(ids)
@@ -331,27 +379,6 @@ class Pump:
         for each in trajectories:
             self._hub.scored(each.trajectory_id, each.token_ids)
         return scored
-
-    def _next_along(self, ids: Collection[str]) -> list[Chunk]:
-        """What waits to be prefilled, of other trajectories: a call's fixed cost is paid once for both."""
-        if not self._is_open or not self._target.takes_along or self._suspects:
-            return []
-        chunks = [chunk for chunks in self._hub.take(self._settings.max_tokens_per_prefill) for chunk in chunks]
-        return [chunk for chunk in chunks if chunk.trajectory_id not in ids]
-
-    async def _call_score(self, trajectories: list[Trajectory], keep: bool, along: list[Chunk]) -> list[ScoreReply]:
-        """A refused call is repeated without the chunks that came along, which are then prefilled by themselves."""
-        by_rank = self._by_rank(trajectories)
-        if along:
-            try:
-                replies = await self._call("score", lambda: self._target.score(by_rank, keep, self._by_rank(along)))
-            except ValueError:
-                self._suspects.append(along)
-            else:
-                cached = {trajectory_id for reply in replies for trajectory_id in reply.along}
-                self._hub.lost(chunk.trajectory_id for chunk in along if chunk.trajectory_id not in cached)
-                return replies
-        return await self._call("score", lambda: self._target.score(by_rank, keep))
 
     async def _open_stream(self) -> None:
         if not self._stream_opened:

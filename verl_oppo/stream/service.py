@@ -18,8 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from verl_oppo.scoring.scorer import Chunk, Scored, Trajectory
 from verl_oppo.stream.consumer import ConsumerSettings, ConsumerStats
-from verl_oppo.stream.pump import Pump
-from verl_oppo.stream.requests import CallGate
+from verl_oppo.stream.pump import CallGate, Pump
 from verl_oppo.stream.target import ScorerTarget, retrieve
 
 MAX_CONCURRENT_CALLS = 4096

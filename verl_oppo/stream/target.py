@@ -29,9 +29,6 @@ class ScorerTarget(Protocol):
     raises says that the scorer is broken.
     """
 
-    takes_along: bool
-    """Whether a score call may bring chunks of other trajectories along."""
-
     @property
     def num_ranks(self) -> int: ...
 
@@ -42,12 +39,7 @@ class ScorerTarget(Protocol):
 
     async def prefill(self, chunks_by_rank: list[list[Chunk]]) -> list[PrefillReply]: ...
 
-    async def score(
-        self,
-        trajectories_by_rank: list[list[Trajectory]],
-        keep: bool = False,
-        along_by_rank: list[list[Chunk]] | None = None,
-    ) -> list[ScoreReply]: ...
+    async def score(self, trajectories_by_rank: list[list[Trajectory]], keep: bool = False) -> list[ScoreReply]: ...
 
     async def invalidate(self) -> None: ...
 
@@ -64,8 +56,6 @@ class WorkerGroupTarget:
     Invariant: a call has ended on all ranks when it returns or raises a ValueError. The worker processes of one rank
     (a tensor-parallel group) get the same arguments, and the answer of the first of them counts.
     """
-
-    takes_along = True
 
     def __init__(
         self, handles: Sequence[ActorHandle], prefix: str = "", data_ranks: Sequence[int] | None = None
@@ -102,14 +92,8 @@ class WorkerGroupTarget:
     async def prefill(self, chunks_by_rank: list[list[Chunk]]) -> list[PrefillReply]:
         return await self._call("oppo_prefill", chunks_by_rank)
 
-    async def score(
-        self,
-        trajectories_by_rank: list[list[Trajectory]],
-        keep: bool = False,
-        along_by_rank: list[list[Chunk]] | None = None,
-    ) -> list[ScoreReply]:
-        along = [] if along_by_rank is None else [along_by_rank]
-        return await self._call("oppo_score", trajectories_by_rank, *along, **({"keep": True} if keep else {}))
+    async def score(self, trajectories_by_rank: list[list[Trajectory]], keep: bool = False) -> list[ScoreReply]:
+        return await self._call("oppo_score", trajectories_by_rank, **({"keep": True} if keep else {}))
 
     async def invalidate(self) -> None:
         await self._call("oppo_invalidate")
@@ -123,15 +107,13 @@ class WorkerGroupTarget:
     async def close_stream(self) -> None:
         await self._call("oppo_stream_close")
 
-    async def _call(self, method: str, *arguments_by_rank: list[Any], **kwargs: Any) -> list[Any]:
+    async def _call(self, method: str, argument_of_rank: list[Any] | None = None, **kwargs: Any) -> list[Any]:
         """One call on every worker, issued together and gathered together; one answer per rank."""
-        assert all(len(argument) == self.num_ranks for argument in arguments_by_rank)
+        assert argument_of_rank is None or len(argument_of_rank) == self.num_ranks
         name = f"{self._prefix}{method}"
         calls = [
-            asyncio.ensure_future(
-                getattr(handle, name).remote(*(argument[rank] for argument in arguments_by_rank), **kwargs)
-            )
-            for handle, rank in zip(self._handles, self._data_ranks, strict=True)
+            asyncio.ensure_future(getattr(handle, name).remote(*arguments, **kwargs))
+            for handle, arguments in zip(self._handles, self._arguments(argument_of_rank), strict=True)
         ]
         try:
             _, unanswered = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -148,6 +130,11 @@ class WorkerGroupTarget:
         if not errors:
             return [calls[first].result() for first in self._first_of_rank]
         raise self._worst(errors, name, [rank for rank, call in enumerate(calls) if call in unanswered])
+
+    def _arguments(self, argument_of_rank: list[Any] | None) -> list[tuple[Any, ...]]:
+        if argument_of_rank is None:
+            return [()] * len(self._handles)
+        return [(argument_of_rank[rank],) for rank in self._data_ranks]
 
     def _worst(self, errors: list[BaseException], name: str, unanswered: list[int]) -> BaseException:
         """The error that explains the others: a death, else what no rank survived, else the refusal."""
