@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from verl_oppo.rollout.tee import Push, RequestStream, TokenTee, trajectory_of
 from verl_oppo.scoring.scorer import Chunk
+from verl_oppo.scoring.vllm_reward_server import vLLMRewardServer
 
 ABORTED = "abort"
 """vLLM's finish reason of a request that verl's client resumes later."""
@@ -104,14 +105,16 @@ class vLLMHttpServerOppo(vLLMHttpServer):
 
 
 class vLLMReplicaOppo(vLLMReplica):
-    """verl's replica; the servers of the policy have a tee, those of reward and teacher models are verl's own."""
+    """verl's replica: servers of the policy have a tee, those of reward models take chunks, a teacher's are verl's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(self._server_cls())
 
     def _server_cls(self) -> type[vLLMHttpServer]:
-        return vLLMHttpServer if self.is_reward_model or self.is_teacher_model else vLLMHttpServerOppo
+        if self.is_reward_model:
+            return vLLMRewardServer
+        return vLLMHttpServer if self.is_teacher_model else vLLMHttpServerOppo
 
 
 def register_replica() -> None:
