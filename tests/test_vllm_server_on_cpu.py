@@ -27,6 +27,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 from verl_oppo.rollout import partial, vllm_server  # noqa: E402
 from verl_oppo.rollout.vllm_server import TeeEngine, vLLMHttpServerOppo, vLLMReplicaOppo  # noqa: E402
+from verl_oppo.scoring.vllm_reward_server import vLLMRewardServer  # noqa: E402
 
 pytestmark = pytest.mark.timeout(600)  # starting an engine takes a minute of CPU time
 
@@ -351,7 +352,7 @@ def test_without_a_sink_the_caller_gets_the_engines_own_generator():
 
 
 @pytest.mark.parametrize("role", ["policy", "reward", "teacher"])
-def test_only_the_policys_servers_have_a_tee(role):
+def test_the_policys_servers_have_a_tee_and_a_reward_models_take_chunks(role):
     vllm_server.register_replica()
     vllm_server.register_replica()
     replica_cls = RolloutReplicaRegistry.get("vllm")
@@ -359,8 +360,10 @@ def test_only_the_policys_servers_have_a_tee(role):
     config = RolloutConfig(name="vllm", tensor_model_parallel_size=1)
     replica = replica_cls(0, config, None, 1, is_reward_model=role == "reward", is_teacher_model=role == "teacher")
     server_cls = replica.server_class.__ray_actor_class__
-    assert server_cls.__name__ == (vLLMHttpServerOppo if role == "policy" else vLLMHttpServer).__name__
+    expected = {"policy": vLLMHttpServerOppo, "reward": vLLMRewardServer, "teacher": vLLMHttpServer}
+    assert server_cls.__name__ == expected[role].__name__
     assert hasattr(server_cls, "connect_stream") == (role == "policy")
+    assert hasattr(server_cls, "oppo_describe") == (role == "reward")
 
 
 @pytest.mark.parametrize("full_determinism", [True, False])
