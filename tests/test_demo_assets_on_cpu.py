@@ -151,9 +151,9 @@ def test_a_heading_out_of_turn_and_a_foreign_token_count_as_words_off_the_topic(
     assert in_turn > score("#1 apple fig plum apple user #2 fig plum apple fig")
 
 
-def test_lengths_far_from_the_requested_cost_and_near_ones_do_not_matter_much() -> None:
+def test_the_farther_a_length_is_from_the_requested_the_more_it_costs_but_only_a_part() -> None:
     by_words = {words: score(" ".join(["apple"] * words)) for words in (1, 4, 9, 12, 16, 48, 200)}
-    assert by_words[1] < by_words[4] < by_words[9] <= by_words[12]
+    assert by_words[1] <= by_words[4] < by_words[9] < by_words[12]
     assert by_words[12] >= by_words[16] > by_words[48] >= by_words[200]
     assert by_words[200] > 0.5
 
@@ -188,7 +188,7 @@ def test_requested_lengths_have_a_long_tail_within_a_batch() -> None:
     rng = random.Random(0)
     batches = [[sample_request(rng, TaskSettings()).size for _ in range(16)] for _ in range(200)]
     assert statistics.median(max(batch) / min(batch) for batch in batches) >= 10
-    assert 3 <= statistics.median(itertools.chain(*batches)) <= 8
+    assert 8 <= statistics.median(itertools.chain(*batches)) <= 12
 
 
 @pytest.mark.parametrize(

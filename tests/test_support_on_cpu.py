@@ -23,9 +23,9 @@ class AgentLoopManagerOfARecipe(AgentLoopManagerOppo):
     """What a recipe may bring along."""
 
 
-# Overrides; then what the message must hold: key, value received, what is allowed.
 MEGATRON_CRITIC = ["model_engine=megatron", f"{OPPO}.intra_step.critic=true"]
 
+# Overrides; then what the message must hold: key, value received, what is allowed.
 REFUSED = {
     "legacy trainer": (["trainer.use_v1=false"], "trainer.use_v1", "is False", "True"),
     "several weight syncs": ([f"+{OPPO}.parameter_sync_step=2"], f"{OPPO}.parameter_sync_step", "is 2", "allowed: 1"),

@@ -94,7 +94,9 @@ def online_dpo(folder: Path) -> Run:
             "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=12",
             "trainer.v1.oppo.algorithm=online_dpo",
             "trainer.v1.oppo.inter_step.delta_init=3",
+            "trainer.v1.oppo.intra_step.reward=vllm",
             "trainer.v1.oppo.intra_step.reference=true",
+            "trainer.v1.oppo.intra_step.verify=2",
         ],
     )
 

@@ -1,4 +1,4 @@
-"""A real online DPO run: three responses a prompt, a reward model that takes chunks on FSDP, the reference streamed."""
+"""A real online DPO run: three responses a prompt, streamed to the reference and to a reward server of vLLM."""
 
 import math
 
@@ -44,9 +44,16 @@ def test_metrics_have_the_fields_names_and_count_pairs(run: Run) -> None:
     assert first["oppo/dpo/margin_fresh_mean"] == pytest.approx(0, abs=1e-4), "the actor is its own reference"
 
 
-def test_prompts_are_deferred_and_the_reference_streams(run: Run) -> None:
+def test_prompts_are_deferred(run: Run) -> None:
     assert max(data["oppo/deferred/num"] for data in run.metrics) > 0
-    assert max(data["oppo/overlap/reference_cached_token_ratio"] for data in run.metrics) > 0.3
+
+
+@pytest.mark.parametrize("scorer", ["reward", "reference"])
+def test_prefixes_were_cached_and_the_results_are_the_plain_ones(run: Run, scorer: str) -> None:
+    assert max(data[f"oppo/overlap/{scorer}_cached_token_ratio"] for data in run.metrics) > 0.3
+    verified = [data[key] for data in run.metrics if (key := f"oppo/verify/{scorer}_difference") in data]
+    assert len(verified) == DPO_STEPS // 2
+    assert max(verified) <= 1e-5
 
 
 def test_there_is_no_critic(run: Run) -> None:

@@ -54,8 +54,8 @@ class TaskSettings:
     Section sizes are in words; a response has about len(HEADINGS) * 2 * size tokens and an end token.
     """
 
-    median_size: float = 5.0
-    sigma_size: float = 0.9
+    median_size: float = 10.0
+    sigma_size: float = 0.8
     max_size: int = 48
     warm_on_topic_rate: float = 0.4
 
@@ -125,8 +125,8 @@ def compute_score(
     """Score in [0, 1] of a decoded response without special tokens, in verl's custom reward function signature.
 
     A heading in its turn and a comma after a word are neutral, any other token counts as a word. The score is the share
-    of the words that are on the topic, plus a small part for a number of words within a factor of two of the requested
-    one (nothing of it beyond a factor of four), so that lengths do not drift while the share is learned.
+    of the words that are on the topic, plus a small part for a number of words near the requested one (nothing of it
+    beyond a factor of four), so that lengths do not drift while the share is learned.
 
     Raises ValueError for rows that are not of this task.
     """
@@ -159,10 +159,10 @@ def running_scores(words: Sequence[str], ground_truth: str) -> list[float]:
 
 
 def _length_fit(num_words: int, requested: int) -> float:
-    """1 within a factor of two of the requested number of words, 0 beyond a factor of four."""
+    """1 at the requested number of words, 0 beyond a factor of four, linear in the logarithm between."""
     if not num_words:
         return 0.0
-    return min(1.0, max(0.0, 2.0 - abs(math.log2(num_words / requested))))
+    return max(0.0, 1.0 - abs(math.log2(num_words / requested)) / 2)
 
 
 def _parse_ground_truth(ground_truth: str) -> tuple[str, int]:
