@@ -10,7 +10,7 @@ one: a rank with nothing left runs a dummy row.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,16 +22,14 @@ from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithValueHead
 
 from verl_oppo.scoring import support
+from verl_oppo.scoring.engine_weights import EngineWeights
 from verl_oppo.scoring.paged_kv import Layout, PagedCache, Segment, packed_layout, padded_layout
 from verl_oppo.scoring.paged_scorer import PagedScorer
 from verl_oppo.scoring.scorer import ScorerSettings
 
 
-class FSDPScorer(PagedScorer):
-    """Implements `scorer.Scorer` on one rank's engine.
-
-    Invariant: `PagedScorer`'s; and weights move only where verl's own engine would move them, or with the stream.
-    """
+class FSDPScorer(EngineWeights, PagedScorer):
+    """Implements `scorer.Scorer` on one rank's engine. Invariants: those of its bases."""
 
     def __init__(self, engine: FSDPEngineWithLMHead, settings: ScorerSettings) -> None:
         """`engine` must be initialized. Collective. Raises ValueError for what cannot be served, see `support`."""
@@ -47,7 +45,6 @@ class FSDPScorer(PagedScorer):
         self._dtype = engine._autocast_dtype
         is_value_model = isinstance(engine, FSDPEngineWithValueHead)
         self._output_name = "values" if is_value_model else "log_probs"
-        self._stream_open = False
         text = config.get_text_config()
         super().__init__(
             settings,
@@ -57,16 +54,6 @@ class FSDPScorer(PagedScorer):
             lookahead=0 if is_value_model else 1,
         )
         self._check_cache_size()
-
-    def open_stream(self) -> None:
-        self._stream_open = True
-        if self._engine.is_param_offload_enabled:
-            self._move_weights(get_device_name())
-
-    def close_stream(self) -> None:
-        if self._stream_open and self._engine.is_param_offload_enabled:
-            self._move_weights("cpu")
-        self._stream_open = False
 
     # The forward ----------------------------------------------------------------------------------------------------
 
@@ -131,16 +118,5 @@ class FSDPScorer(PagedScorer):
     def _weights_offloaded(self) -> bool:
         return support.streams_weights(self._engine)
 
-    def _eval_mode(self) -> AbstractContextManager:
-        """verl's evaluation mode; while the stream is open the weights stay on the device after it."""
-        if not self._stream_open:
-            return self._engine.eval_mode()
-        if self._engine.is_param_offload_enabled:
-            # verl's own calls to the engine offload at their end, whether a stream is open or not.
-            on_device = next(self._engine.module.parameters()).device.type == get_device_name()
-            if not on_device:
-                self._move_weights(get_device_name())
-        return self._engine.eval_mode(disable_auto_offload=True)
-
-    def _move_weights(self, device: str) -> None:
-        self._engine.to(device, model=True, optimizer=False, grad=False)
+    def _weights_device(self) -> str:
+        return next(self._engine.module.parameters()).device.type

@@ -16,11 +16,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers import PretrainedConfig
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id
 from verl.utils.megatron_utils import get_megatron_module_device, unwrap_model
 from verl.workers.engine.megatron import MegatronEngineWithLMHead
 
 from verl_oppo.scoring import support
+from verl_oppo.scoring.engine_weights import EngineWeights
 from verl_oppo.scoring.megatron_model import PagedGPT
 from verl_oppo.scoring.paged_kv import Layout, Segment, padded_layout
 from verl_oppo.scoring.paged_scorer import PagedScorer
@@ -100,38 +101,14 @@ class MegatronScorer(PagedScorer):
         return amount
 
 
-class MegatronEngineScorer(MegatronScorer):
-    """The same inside verl's Megatron engine, on the weights that it trains.
-
-    Invariant: `MegatronScorer`'s; and weights move only where verl's own engine would move them, or with the stream.
-    """
+class MegatronEngineScorer(EngineWeights, MegatronScorer):
+    """The same inside verl's Megatron engine, on the weights that it trains. Invariants: those of its bases."""
 
     def __init__(self, engine: MegatronEngineWithLMHead, settings: ScorerSettings) -> None:
         """`engine` must be initialized. Collective. Raises ValueError for what cannot be served, see `support`."""
         support.check_megatron_engine(engine.engine_config, settings.key)
         self._engine = engine
-        self._stream_open = False
         super().__init__(unwrap_model(engine.module[0]), engine.model_config.hf_config, settings)
 
-    def open_stream(self) -> None:
-        self._stream_open = True
-        if self._engine.is_param_offload_enabled:
-            self._move_weights(get_device_name())
-
-    def close_stream(self) -> None:
-        if self._stream_open and self._engine.is_param_offload_enabled:
-            self._move_weights("cpu")
-        self._stream_open = False
-
-    def _eval_mode(self) -> AbstractContextManager:
-        """verl's evaluation mode; while the stream is open the weights stay on the device after it."""
-        if not self._stream_open:
-            return self._engine.eval_mode()
-        if self._engine.is_param_offload_enabled:
-            # verl's own calls to the engine offload at their end, whether a stream is open or not.
-            if get_megatron_module_device(self._engine.module) != get_device_name():
-                self._move_weights(get_device_name())
-        return self._engine.eval_mode(disable_auto_offload=True)
-
-    def _move_weights(self, device: str) -> None:
-        self._engine.to(device, model=True, optimizer=False, grad=False)
+    def _weights_device(self) -> str:
+        return get_megatron_module_device(self._engine.module)
