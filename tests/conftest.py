@@ -36,18 +36,12 @@ modules_on_shared_ray: set[Path] = set()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves the modules on the shared Ray behind the others, and tests/e2e, which it marks, behind everything.
-
-    Where tests are dealt out (`--dist loadgroup`), a module stays whole, and those on the shared Ray stay together.
-    """
+    """Moves the modules on the shared Ray behind the others, and tests/e2e, which it marks, behind everything."""
     for item in items:
         if E2E in item.path.parents:
             item.add_marker(pytest.mark.e2e)
         elif SHARED_RAY in item.fixturenames:
             modules_on_shared_ray.add(item.path)
-    for item in items:
-        group = SHARED_RAY if item.path in modules_on_shared_ray else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: (item.get_closest_marker("e2e") is not None, item.path in modules_on_shared_ray))
 
 
