@@ -31,8 +31,7 @@ from verl_oppo.demo.models import ModelSettings
 from verl_oppo.demo.reward_model import judged_text
 from verl_oppo.demo.task import (
     DATA_SOURCE,
-    HEADINGS,
-    SECTION_SIZES,
+    MAX_SIZE,
     TOPICS,
     Request,
     TaskSettings,
@@ -90,8 +89,8 @@ def test_a_saved_tokenizer_is_loaded_unchanged_beside_a_qwen2_config(name: str, 
     for loaded in (AutoTokenizer.from_pretrained(tmp_path), hf_tokenizer(str(tmp_path))):
         assert loaded.get_vocab() == tokenizer.get_vocab()
         assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-        text = judged_text(tokenizer, REQUEST, "#1 apple #2 nail")
-        assert judged_text(loaded, REQUEST, "#1 apple #2 nail") == text
+        text = judged_text(tokenizer, REQUEST, "2 apple 1 nail")
+        assert judged_text(loaded, REQUEST, "2 apple 1 nail") == text
         assert loaded.encode(text) == tokenizer.encode(text)
 
 
@@ -106,9 +105,9 @@ def test_every_word_is_one_token_and_the_generation_prompt_precedes_the_response
 def test_verl_builds_later_turns_as_the_template_renders_them() -> None:
     builder = create_continuous_token_builder(ACTOR_TOKENIZER, hf_model_type="qwen2")
     first = [{"role": "user", "content": REQUEST.text}]
-    answer = [*word_ids(ACTOR_TOKENIZER, ["#1", "apple"]), ACTOR_TOKENIZER.eos_token_id]
-    answered = [*first, {"role": "assistant", "content": "#1 apple"}]
-    again = [*answered, {"role": "user", "content": "write sections of 4 words about tools for boris"}]
+    answer = [*word_ids(ACTOR_TOKENIZER, ["1", "apple"]), ACTOR_TOKENIZER.eos_token_id]
+    answered = [*first, {"role": "assistant", "content": "1 apple"}]
+    again = [*answered, {"role": "user", "content": "write 4 words about tools for boris"}]
     ids = builder.merge_assistant_tokens(builder.build_initial_tokens(first), answer).token_ids
     ids = builder.merge_context_tokens(answered, again, ids).token_ids
     assert ids == ACTOR_TOKENIZER.apply_chat_template(again, add_generation_prompt=True, return_dict=False)
@@ -116,9 +115,9 @@ def test_verl_builds_later_turns_as_the_template_renders_them() -> None:
 
 def test_the_other_tokenizer_shares_neither_ids_nor_counts_nor_template() -> None:
     other = TOKENIZERS["other"]
-    texts = [judged_text(tokenizer, REQUEST, "#1 apple #2 fig") for tokenizer in (ACTOR_TOKENIZER, other)]
+    texts = [judged_text(tokenizer, REQUEST, "12 apple 11 fig") for tokenizer in (ACTOR_TOKENIZER, other)]
     assert texts[0] != texts[1]
-    assert len(ACTOR_TOKENIZER.encode(" #1 apple #2 fig")) != len(other.encode(" #1 apple #2 fig"))
+    assert len(ACTOR_TOKENIZER.encode(" 12 apple 11 fig")) != len(other.encode(" 12 apple 11 fig"))
     assert all(
         ACTOR_TOKENIZER.get_vocab()[token] != index
         for token, index in other.get_vocab().items()
@@ -129,66 +128,53 @@ def test_the_other_tokenizer_shares_neither_ids_nor_counts_nor_template() -> Non
 # ---------------------------------- task and rule ----------------------------------
 
 
-def score(response: str, ground_truth: str = "fruit 3") -> float:
+def score(response: str, ground_truth: str = "fruit") -> float:
     return compute_score(DATA_SOURCE, response, ground_truth)
 
 
-def test_the_score_is_the_share_on_the_topic_where_the_length_fits() -> None:
-    full = " ".join(itertools.chain.from_iterable((heading, "apple", "fig", "plum") for heading in HEADINGS))
-    assert score(full) == pytest.approx(1.0)
-    half = full.replace("plum", "wolf").replace("#2 apple fig", "#2 nail fig").replace("#4 apple", "#4 rain")
-    on_topic = 1 - (4 + 2) / 12
-    assert score(full) - score(half) == pytest.approx(
-        (1 - on_topic)
-        * (score(full) - score(full.replace("apple", "saw").replace("fig", "saw").replace("plum", "saw")))
-    )
-    assert score("") == 0.0
+def test_the_score_is_the_share_on_the_topic_whatever_the_length() -> None:
+    assert score("4 apple 3 fig 2 plum 1 pear") == 1.0
+    assert score("4 apple 3 wolf 2 nail 1 pear") == 0.5
+    assert score("1 apple") == score(" ".join(f"{number} apple" for number in range(150, 0, -1))) == 1.0
+    assert score("") == score("3") == 0.0
 
 
-def test_a_heading_out_of_turn_and_a_foreign_token_count_as_words_off_the_topic() -> None:
-    in_turn = score("#1 apple fig plum apple #2 fig plum apple fig")
-    assert in_turn > score("#2 apple fig plum apple #1 fig plum apple fig")
-    assert in_turn > score("#1 apple fig plum apple user #2 fig plum apple fig")
-
-
-def test_the_farther_a_length_is_from_the_requested_the_more_it_costs_but_only_a_part() -> None:
-    by_words = {words: score(" ".join(["apple"] * words)) for words in (1, 4, 9, 12, 16, 48, 200)}
-    assert by_words[1] <= by_words[4] < by_words[9] < by_words[12]
-    assert by_words[12] >= by_words[16] > by_words[48] >= by_words[200]
-    assert by_words[200] > 0.5
+def test_a_number_after_a_number_and_a_foreign_token_count_as_words_off_the_topic() -> None:
+    assert score("3 apple 2 fig 1") == 1.0
+    assert score("3 apple 2 1") == 0.5
+    assert score("3 apple 2 user") == score("apple user") == 0.5
 
 
 @given(
-    st.lists(st.sampled_from([*HEADINGS, *TOPICS["fruit"], *TOPICS["tools"], "user", "fruit"]), max_size=60),
-    st.sampled_from(SECTION_SIZES),
+    st.lists(st.sampled_from(["1", "2", "77", *TOPICS["fruit"], *TOPICS["tools"], "user", "fruit"]), max_size=60),
+    st.sampled_from(list(TOPICS)),
 )
-def test_the_score_is_bounded_and_running_scores_are_those_of_prefixes(words: list[str], size: int) -> None:
-    ground_truth = f"tools {size}"
-    prefixes = [score(" ".join(words[: count + 1]), ground_truth) for count in range(len(words))]
-    assert running_scores(words, ground_truth) == prefixes
+def test_the_score_is_bounded_and_running_scores_are_those_of_prefixes(words: list[str], topic: str) -> None:
+    prefixes = [score(" ".join(words[: count + 1]), topic) for count in range(len(words))]
+    assert running_scores(words, topic) == prefixes
     assert all(0.0 <= value <= 1.0 for value in prefixes)
 
 
-@pytest.mark.parametrize("ground_truth", ["", "fruit", "fruit 5", "cars 3", "fruit three"])
+@pytest.mark.parametrize("ground_truth", ["", "cars", "fruit 3"])
 def test_a_row_of_another_task_is_refused(ground_truth: str) -> None:
     with pytest.raises(ValueError, match="ground_truth"):
-        score("#1 apple", ground_truth)
+        score("1 apple", ground_truth)
     with pytest.raises(ValueError, match="openai/gsm8k"):
-        compute_score("openai/gsm8k", "#1 apple", "fruit 3")
+        compute_score("openai/gsm8k", "1 apple", "fruit")
 
 
 @pytest.mark.parametrize("path", ["pkg://verl_oppo.demo.task", str(Path(assets_module.__file__).with_name("task.py"))])
 def test_verl_loads_the_rule_as_its_custom_reward_function(path: str) -> None:
     config = OmegaConf.create({"reward": {"custom_reward_function": {"path": path, "name": "compute_score"}}})
     reward_fn = get_custom_reward_fn(config)
-    assert reward_fn(DATA_SOURCE, "#1 apple fig", "fruit 3", extra_info={}) == score("#1 apple fig")
+    assert reward_fn(DATA_SOURCE, "2 apple 1 fig", "fruit", extra_info={}) == score("2 apple 1 fig")
 
 
 def test_requested_lengths_have_a_long_tail_within_a_batch() -> None:
     rng = random.Random(0)
     batches = [[sample_request(rng, TaskSettings()).size for _ in range(16)] for _ in range(200)]
     assert statistics.median(max(batch) / min(batch) for batch in batches) >= 10
-    assert 8 <= statistics.median(itertools.chain(*batches)) <= 12
+    assert 28 <= statistics.median(itertools.chain(*batches)) <= 36
 
 
 @pytest.mark.parametrize(
@@ -196,7 +182,7 @@ def test_requested_lengths_have_a_long_tail_within_a_batch() -> None:
     [
         (lambda: TaskSettings(median_size=0.5), "median_size"),
         (lambda: TaskSettings(sigma_size=-1), "sigma_size"),
-        (lambda: TaskSettings(max_size=5), "max_size"),
+        (lambda: TaskSettings(max_size=MAX_SIZE + 1), "max_size"),
         (lambda: TaskSettings(warm_on_topic_rate=1.5), "warm_on_topic_rate"),
         (lambda: ModelSettings(num_layers=0), "num_layers"),
         (lambda: ModelSettings(hidden_size=48), "hidden_size"),
@@ -232,7 +218,7 @@ def test_prompts_are_distinct_short_and_loaded_by_verl(untrained: DemoAssets) ->
     assert len(dataset) == UNTRAINED.num_train_prompts
     item = dataset[0]
     assert item["index"] == 0 and item["data_source"] == DATA_SOURCE and item["raw_prompt"][0]["role"] == "user"
-    assert 0 <= compute_score(item["data_source"], "#1 apple", item["reward_model"]["ground_truth"]) <= 1
+    assert 0 <= compute_score(item["data_source"], "1 apple", item["reward_model"]["ground_truth"]) <= 1
 
 
 def test_models_have_the_tokenizers_vocabulary_and_the_critic_the_actors_backbone(untrained: DemoAssets) -> None:
@@ -248,6 +234,37 @@ def test_models_have_the_tokenizers_vocabulary_and_the_critic_the_actors_backbon
         assert torch.equal(weight, critic.model.state_dict()[name])
     assert critic.config.num_labels == reward_model.config.num_labels == 1
     assert not any(weight.any() for weight in critic.score.parameters())
+
+
+@torch.no_grad()
+def test_the_default_actor_counts_down_to_its_end(trained: DemoAssets) -> None:
+    """So PPO finds nothing to learn in the length, whatever the requested one."""
+    actor = Qwen2ForCausalLM.from_pretrained(trained.actor)
+    for size in (1, 9, 40, MAX_SIZE):
+        request = replace(REQUEST, size=size)
+        words = sample_response(random.Random(size), request, 0.4)
+        prompt = prompt_ids(ACTOR_TOKENIZER, request)
+        ids = prompt + word_ids(ACTOR_TOKENIZER, words)
+        numbers = torch.tensor([*word_ids(ACTOR_TOKENIZER, words[::2]), ACTOR_TOKENIZER.eos_token_id])
+        probabilities = actor(input_ids=torch.tensor([ids])).logits[0].softmax(-1)[len(prompt) - 1 :: 2]
+        assert probabilities.gather(1, numbers[:, None]).log().sum().exp() > 0.7, size
+
+
+@torch.no_grad()
+def test_the_default_reward_model_scores_as_the_rule_does_at_every_length(trained: DemoAssets) -> None:
+    reward_model = Qwen2ForSequenceClassification.from_pretrained(trained.reward_model)
+    rng = random.Random(0)
+    errors = []
+    for size in (4, 16, 64, MAX_SIZE):
+        for _ in range(8):
+            request = sample_request(rng, TaskSettings())
+            words = sample_response(rng, replace(request, size=size), on_topic_rate=rng.random())
+            ids = ACTOR_TOKENIZER.encode(judged_text(ACTOR_TOKENIZER, request, " ".join(words)))
+            errors.append(
+                float(reward_model(input_ids=torch.tensor([ids])).logits) - score(" ".join(words), request.topic)
+            )
+    assert statistics.mean(map(abs, errors)) < 0.08
+    assert abs(statistics.mean(errors)) < 0.04
 
 
 def test_equal_settings_give_equal_assets_and_a_second_call_makes_nothing(

@@ -50,8 +50,8 @@ class DemoSettings:
     num_val_prompts: int = 64
     task: TaskSettings = field(default_factory=TaskSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
-    warm_start: TrainSettings = field(default_factory=lambda: TrainSettings(num_steps=400, learning_rate=5e-3))
-    reward_model: TrainSettings = field(default_factory=lambda: TrainSettings(num_steps=300, learning_rate=5e-3))
+    warm_start: TrainSettings = field(default_factory=lambda: TrainSettings(num_steps=500, learning_rate=5e-3))
+    reward_model: TrainSettings = field(default_factory=lambda: TrainSettings(num_steps=450, learning_rate=5e-3))
 
     def __post_init__(self) -> None:
         for key in ("num_train_prompts", "num_val_prompts"):

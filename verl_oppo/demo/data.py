@@ -42,7 +42,7 @@ def _write(path: Path, split: str, requests: list[Request]) -> None:
             "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": request.text}],
             "ability": ABILITY,
-            "reward_model": {"style": "rule", "ground_truth": request.ground_truth},
+            "reward_model": {"style": "rule", "ground_truth": request.topic},
             "extra_info": {"index": index, "split": split, "topic": request.topic, "size": request.size},
         }
         for index, request in enumerate(requests)

@@ -16,9 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2ForSequenceClassification
 
 from verl_oppo.demo.task import (
-    COMMA,
-    HEADINGS,
-    SECTION_SIZES,
+    NUMBERS,
     TOPICS,
     Request,
     TaskSettings,
@@ -30,7 +28,8 @@ from verl_oppo.demo.training import TrainSettings, batches, pad, train
 
 NO_TARGET = -1.0
 LAST_TOKEN_WEIGHT = 8.0
-OTHER_SIZE_RATE = 0.2
+OTHER_SIZE_RATE = 0.7
+"""Most have another size than was asked for: what the score does not depend on must vary."""
 MALFORMED_RATE = 0.3
 
 
@@ -88,13 +87,13 @@ def judged_text(tokenizer: PreTrainedTokenizerBase, request: Request, response: 
 
 
 def sample_judged_response(rng: random.Random, request: Request, task: TaskSettings) -> list[str]:
-    """Words of a response of any quality: any share on the topic, at times of another size, malformed or cut short."""
+    """Words of a response with any share on the topic, mostly of another size, at times malformed or cut short."""
     written = request
     if rng.random() < OTHER_SIZE_RATE:
-        written = replace(request, size=rng.choice([size for size in SECTION_SIZES if size <= task.max_size]))
+        written = replace(request, size=rng.randint(1, task.max_size))
     words = sample_response(rng, written, on_topic_rate=rng.random())
     if rng.random() < MALFORMED_RATE:
-        strays = [*HEADINGS, COMMA, *TOPICS, *(str(size) for size in SECTION_SIZES)]
+        strays = [*TOPICS, *rng.sample(NUMBERS, len(TOPICS))]
         for _ in range(rng.randint(1, 3)):
             words[rng.randrange(len(words))] = rng.choice(strays)
         words = words[: rng.randint(1, len(words))]
@@ -115,11 +114,9 @@ def _example(ids: list[int], last_tokens: list[int], request: Request, words: Se
     scores = [NO_TARGET] * len(ids)
     on_topic = [NO_TARGET] * len(ids)
     ends = [*last_tokens[1:], len(ids)]
-    for word, token, end, score in zip(
-        words, last_tokens, ends, running_scores(words, request.ground_truth), strict=True
-    ):
+    for word, token, end, score in zip(words, last_tokens, ends, running_scores(words, request.topic), strict=True):
         scores[token:end] = [score] * (end - token)
-        if word not in (*HEADINGS, COMMA):
+        if word not in NUMBERS:
             on_topic[token] = float(word in TOPICS[request.topic])
     return Example(ids, scores, on_topic)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from transformers import AddedToken, PreTrainedTokenizerBase
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from verl_oppo.demo.task import AUDIENCES, COMMA, HEADINGS, PHRASES, SECTION_SIZES, TOPICS
+from verl_oppo.demo.task import AUDIENCES, NUMBERS, PHRASES, TOPICS
 
 PAD = "<|endoftext|>"
 NEWLINE = "\u010a"
@@ -36,11 +36,10 @@ BRACKET_TEMPLATE = (
 
 def build_actor_tokenizer() -> Qwen2Tokenizer:
     """ChatML tokenizer with eos `<|im_end|>` and pad `<|endoftext|>`; `len()` of it is the models' vocabulary size."""
-    words = [*HEADINGS, *(str(size) for size in SECTION_SIZES), *_task_words()]
     return _tokenizer(
         special=[PAD, "<|im_start|>", "<|im_end|>"],
         plain=["system", "user", "assistant", "tool"],
-        words=words,
+        words=[*NUMBERS, *_task_words()],
         chat_template=CHATML_TEMPLATE,
         pad_token=PAD,
         eos_token="<|im_end|>",
@@ -54,7 +53,7 @@ def build_other_tokenizer() -> Qwen2Tokenizer:
     return _tokenizer(
         special=["</s>", "<s>", "<pad>", *roles],
         plain=digits,
-        words=[*reversed(_task_words()), "judge", "the", "following", "#", *digits],
+        words=[*reversed(_task_words()), "judge", "the", "following", *digits],
         chat_template=BRACKET_TEMPLATE,
         pad_token="<pad>",
         bos_token="<s>",
@@ -71,7 +70,7 @@ def _task_words() -> list[str]:
     words = [word for topic, members in TOPICS.items() for word in (topic, *members)]
     words += AUDIENCES
     words += [word for phrase in PHRASES for word in phrase.split() if not word.startswith("{")]
-    return list(dict.fromkeys([*words, COMMA]))
+    return list(dict.fromkeys(words))
 
 
 def _tokenizer(
