@@ -52,7 +52,7 @@ class TaskSettings:
     A response has two tokens a word, and an end token.
     """
 
-    median_size: float = 32.0
+    median_size: float = 48.0
     sigma_size: float = 0.8
     max_size: int = MAX_SIZE
     warm_on_topic_rate: float = 0.4
