@@ -247,7 +247,7 @@ def test_the_default_actor_counts_down_to_its_end(trained: DemoAssets) -> None:
         ids = prompt + word_ids(ACTOR_TOKENIZER, words)
         numbers = torch.tensor([*word_ids(ACTOR_TOKENIZER, words[::2]), ACTOR_TOKENIZER.eos_token_id])
         probabilities = actor(input_ids=torch.tensor([ids])).logits[0].softmax(-1)[len(prompt) - 1 :: 2]
-        assert probabilities.gather(1, numbers[:, None]).log().sum().exp() > 0.7, size
+        assert probabilities.gather(1, numbers[:, None]).log().sum().exp() > 0.5, size
 
 
 @torch.no_grad()
