@@ -66,7 +66,8 @@ def test_only_the_trainer_mode_and_our_section_differ_from_verls_config(compose_
 def test_the_embedded_default_differs_where_its_file_says(compose_config):
     verls = leaves(compose_config(config_name="ppo_trainer"))
     ours = leaves(compose_config(config_name="oppo_cpu"))
-    assert verls.keys() <= ours.keys()
+    filled_in = {key for key, value in verls.items() if value == {}}
+    assert verls.keys() - filled_in <= ours.keys()
     written = yaml.safe_load((ROOT / "verl_oppo/config/oppo_cpu.yaml").read_text())
     differing = {key for key in ours if key not in verls or verls[key] != ours[key]}
     of_groups = {key for key in differing if key.startswith((OURS, "emulate."))}

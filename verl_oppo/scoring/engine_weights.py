@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 
 from verl.utils.device import get_device_name
-from verl.workers.engine.base import BaseEngine
+from verl.workers.engine import BaseEngine
 
 
 class EngineWeights(ABC):
