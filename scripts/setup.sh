@@ -81,7 +81,7 @@ run_pip() {
         if [ "$SECONDS" -ge "$next" ]; then
             next=$((SECONDS + 30))
             doing="$(grep -E '^ *(Collecting|Downloading|Using cached|Building|Installing)' "$LOG" | tail -n 1 | cut -c1-90)" || true
-            case "$doing" in "Installing collected"*) doing="unpacking and compiling packages" ;; esac
+            case "$doing" in "Installing collected"*) doing="unpacking packages" ;; esac
             say "  $((SECONDS - started)) s: ${doing:-asking the package index}"
         fi
     done
@@ -114,14 +114,17 @@ lacks_cpu_torch() { grep -qE 'No matching distribution found for torch==|require
 
 install_lock() {
     local status=0
-    run_pip install -r "$LOCK" || status=$?
+    run_pip install --no-compile -r "$LOCK" || status=$?
     if [ "$status" -ne 0 ] && [ -n "${TORCH_INDEX_URL:-}" ] && lacks_cpu_torch; then
         say "pip's own sources lack the CPU build of torch; once more with TORCH_INDEX_URL"
         mv "$LOG" "$LOG.first"
         status=0
-        run_pip install -r "$LOCK" --extra-index-url "$TORCH_INDEX_URL" || status=$?
+        run_pip install --no-compile -r "$LOCK" --extra-index-url "$TORCH_INDEX_URL" || status=$?
     fi
     [ "$status" -eq 0 ] || explain_pip_failure "$status"
+    say "compiling on all cores, which pip does on one"
+    # Some packages hold templates and files for other Pythons, which do not compile.
+    "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >>"$LOG" 2>&1 || true
 }
 
 build() { # $1: python
