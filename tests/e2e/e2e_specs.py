@@ -12,18 +12,13 @@ from pathlib import Path
 from e2e_runs import Run, train
 
 BATCH_SIZE = 16
-MAX_RESPONSE = 160
-"""Half the demo's, for shorter steps; a quarter of the requests ask for more and are cut there."""
+MAX_RESPONSE = 320
 NUM_STEPS, RESUMED_FROM, RESUMED_STEPS = 6, 4, 8
 REPLAYED_STEPS = 2
 NUM_GROUPS, GROUP_SIZE, GROUP_STEPS = 8, 2, 4
 DPO_PROMPTS, DPO_RESPONSES, DPO_STEPS = 6, 3, 3
 
-RECORDED = (
-    "trainer.save_freq=1",
-    "trainer.checkpoint_callback_class=e2e_recorder.Recorder",
-    f"data.max_response_length={MAX_RESPONSE}",
-)
+RECORDED = ("trainer.save_freq=1", "trainer.checkpoint_callback_class=e2e_recorder.Recorder")
 OPPO = (
     *RECORDED,
     "trainer.test_freq=3",
