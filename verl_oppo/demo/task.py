@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DATA_SOURCE = "verl_oppo/sections"
+DATA_SOURCE = "verl_oppo/words"
 
 TOPICS: dict[str, tuple[str, ...]] = {
     "fruit": ("apple", "lemon", "pear", "plum", "fig", "mango", "melon", "cherry"),

@@ -42,9 +42,8 @@ class ScoringMethods:
     get them all before the next call.
     """
 
-    def scorer(self) -> PagedScorer:
-        """This rank's scorer. Raises RuntimeError before `oppo_setup`."""
-        raise NotImplementedError
+    scorer: Callable[[], PagedScorer]
+    """A worker's own method: this rank's scorer. Raises RuntimeError before `oppo_setup`."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def oppo_prefill(self, chunks: Iterable[Chunk]) -> PrefillReply:
