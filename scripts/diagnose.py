@@ -116,11 +116,11 @@ def platform(report: Report) -> None:
 
 
 def plugin(report: Report) -> None:
-    importlib.import_module("verl_oppo.trainer")
+    importlib.import_module("verl_oppo.trainer.ppo_trainer")
     registry = importlib.import_module("verl.trainer.ppo.v1.trainer_base").TRAINER_REGISTRY
     report.fact("trainer modes", ", ".join(sorted(registry)))
     if "oppo" not in registry:
-        report.problem("importing verl_oppo.trainer did not register the trainer mode 'oppo' with verl.")
+        report.problem("importing verl_oppo.trainer.ppo_trainer did not register the trainer mode 'oppo' with verl.")
 
 
 def resources(report: Report) -> None:

@@ -126,7 +126,7 @@ def demo_with(child_code: str) -> list[str]:
 
 
 def test_the_last_line_is_one_json_object_and_its_files_exist(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPPO_RUN_DIR": str(tmp_path / "run")}
+    environment = {**os.environ, "OPPO_RUN_DIR": str(tmp_path / "run")}
     done = subprocess.run(demo_with(WRITE_STEPS), env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -143,7 +143,7 @@ def test_a_signal_ends_the_run_and_the_demo(tmp_path, signum):
         pathlib.Path(os.environ["OPPO_RUN_DIR"], "pid").write_text(str(os.getpid()))
         time.sleep(600)
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPPO_RUN_DIR": str(tmp_path / "run")}
+    environment = {**os.environ, "OPPO_RUN_DIR": str(tmp_path / "run")}
     demo = subprocess.Popen(
         demo_with(code),
         env=environment,

@@ -224,7 +224,7 @@ def test_a_bare_value_is_refused(untouched_environment: None) -> None:
 
 def probe(mode: str, folder: Path, **variables: str) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if name not in cpu.cpu_environment()}
-    environment = {**inherited, **cpu.ENVIRONMENT, emulated_run.MODULES_VARIABLE: cpu.MODULE, "PYTHONPATH": str(ROOT)}
+    environment = {**inherited, **cpu.ENVIRONMENT, emulated_run.MODULES_VARIABLE: cpu.MODULE}
     environment |= {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"), **variables}
     process = subprocess.Popen(
         [sys.executable, str(PROBE), mode, str(folder)],

@@ -59,7 +59,6 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(CASES_FOLDER.parent.parent),
         }
         with open(self.folder / f"log.{rank}", "w") as log:
             return subprocess.Popen(

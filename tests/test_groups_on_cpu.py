@@ -17,7 +17,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import validate_config
 
 from verl_oppo.rollout.controller import RolloutControllerGroup
-from verl_oppo.trainer import PPOTrainerOppo
+from verl_oppo.trainer.ppo_trainer import PPOTrainerOppo
 from verl_oppo.trainer.replay_buffer import OppoReplayBuffer
 from verl_oppo.trainer.support import load_oppo_config
 

@@ -37,11 +37,10 @@ def leaves(config: DictConfig | dict[str, Any], prefix: str = "") -> dict[str, A
 
 
 def run_python(*arguments: str, cwd: Path, **environment: str) -> str:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=360,
@@ -165,8 +164,8 @@ FRESH = """
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, get_trainer_cls
 import verl.trainer.main_ppo
 before = "oppo" in TRAINER_REGISTRY
-import verl_oppo.trainer
-print(before, get_trainer_cls("oppo") is verl_oppo.trainer.PPOTrainerOppo, sorted(TRAINER_REGISTRY))
+from verl_oppo.trainer.ppo_trainer import PPOTrainerOppo
+print(before, get_trainer_cls("oppo") is PPOTrainerOppo, sorted(TRAINER_REGISTRY))
 
 from ray import cloudpickle
 from verl_oppo.rollout.agent_loop import AgentLoopWorkerOppo

@@ -66,7 +66,6 @@ def start(folder: Path, rank: int, port: int) -> subprocess.Popen:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(CASES_FOLDER.parent.parent), os.environ.get("PYTHONPATH", "")]),
     }
     names = [f"tp{size}-{case}" for size in TENSOR_PARALLEL for case in ALL]
     with open(folder / f"log.{rank}", "w") as log:

@@ -59,7 +59,7 @@ def start_probe(*arguments: str, **environment: str) -> subprocess.Popen:
     inherited = {name: value for name, value in os.environ.items() if name not in cpu.cpu_environment()}
     return subprocess.Popen(
         [sys.executable, str(PROBE), *arguments],
-        env={**inherited, **cpu.ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment},
+        env={**inherited, **cpu.ENVIRONMENT, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -390,10 +389,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What `reward_scoring/fsdp_scores.py` saw; a process of its own, since verl reads its platform at import."""
     folder = tmp_path_factory.mktemp("scores")
     script = Path(__file__).parent / "reward_scoring" / "fsdp_scores.py"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder)], env=environment, timeout=500, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, str(script), str(folder)], timeout=500, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "seen.json").read_text())
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -32,10 +31,9 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """What the script saw with a Ray cluster of its own; its folder is short, since Ray puts sockets into it."""
     folder = tmp_path_factory.mktemp(request.param)
     temp = tempfile.mkdtemp(prefix="rl", dir="/tmp")
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     command = [sys.executable, str(SCRIPT), request.param, str(folder), temp]
     try:
-        done = subprocess.run(command, env=environment, timeout=1000, capture_output=True, text=True)
+        done = subprocess.run(command, timeout=1000, capture_output=True, text=True)
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-6000:])

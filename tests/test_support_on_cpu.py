@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from verl_oppo.rollout.agent_loop import AgentLoopManagerOppo
-from verl_oppo.trainer import PPOTrainerOppo
+from verl_oppo.trainer.ppo_trainer import PPOTrainerOppo
 from verl_oppo.trainer.support import AGENT_LOOP_MANAGER, computes_in_float32, load_oppo_config
 
 pytestmark = pytest.mark.timeout(300)

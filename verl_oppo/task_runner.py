@@ -19,7 +19,7 @@ class TaskRunnerOppo(TaskRunnerV1.__ray_actor_class__):
 
     def run(self, config: DictConfig) -> None:
         # Registers the mode in this actor, where verl looks it up: a running cluster shares nothing else with us.
-        import verl_oppo.trainer  # noqa: F401
+        import verl_oppo.trainer.ppo_trainer  # noqa: F401
 
         super().run(config)
 

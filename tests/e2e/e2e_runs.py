@@ -12,7 +12,6 @@ from typing import Any
 
 from verl_oppo.demo.child import ChildRun
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN_TIMEOUT_S = 900
 """A run's bound: about two minutes of start-up on two free cores, several times that on a busy machine."""
 
@@ -83,7 +82,7 @@ def train(
     ]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]]),
         "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
         "HYDRA_FULL_ERROR": "1",
         **(env or {}),

@@ -6,7 +6,8 @@ holds none.
 
 Tolerance: the runs do the same float32 arithmetic on the same rows. Rows may reach a micro batch in another order (they
 are sorted by length, ties by arrival), which changes the order of sums: 1e-4 relative for losses and gradient norms
-after some updates, 1e-5 for what is computed row by row from equal weights.
+after some updates, 1e-5 for what is computed row by row from equal weights. Whitened advantages add up to zero, so the
+policy loss of one minibatch is nothing but the rounding of its sum: 1e-5 absolute, as for the rows it is the mean of.
 """
 
 import numpy as np
@@ -50,7 +51,8 @@ def test_same_rewards_advantages_losses_and_gradients(name: str, stock: Run, run
         assert_rows_equal(run, stock, step, fields, tolerance)
         for metric in SUMS:
             ours, theirs = run.metrics[step - 1][metric], stock.metrics[step - 1][metric]
-            assert ours == pytest.approx(theirs, rel=SUM_TOLERANCE, abs=1e-6), (step, metric)
+            absolute = ROW_TOLERANCE if metric == "actor/pg_loss" else 1e-6
+            assert ours == pytest.approx(theirs, rel=SUM_TOLERANCE, abs=absolute), (step, metric)
 
 
 def test_rewards_are_not_all_alike(stock: Run) -> None:

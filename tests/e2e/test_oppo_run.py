@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from e2e_runs import GetRun, Run
-from e2e_specs import BATCH_SIZE, MAX_RESPONSE, NUM_STEPS, RESUMED_FROM, RESUMED_STEPS
+from e2e_specs import BATCH_SIZE, MAX_RESPONSE, NUM_STEPS, RESUMED_FROM, RESUMED_STEPS, VALIDATE_EVERY
 
 pytestmark = pytest.mark.timeout(3600)
 
@@ -71,7 +71,7 @@ def test_streamed_scores_values_and_log_probs_are_the_plain_ones(first: Run) -> 
 
 def test_validation_runs_during_training(first: Run) -> None:
     validated = [any(name.startswith("val-core/") for name in data) for data in first.metrics]
-    assert validated == [step % 3 == 0 for step in range(1, NUM_STEPS + 1)]
+    assert validated == [step % VALIDATE_EVERY == 0 for step in range(1, NUM_STEPS + 1)]
 
 
 def test_first_b_wakes_the_trainer_at_once(first: Run) -> None:

@@ -5,6 +5,7 @@
 `fsdp`: a worker group, `vllm`: verl's reward server, each on logical devices. Started by `test_reward_loop_on_cpu.py`.
 """
 
+import contextlib
 import json
 import sys
 import time
@@ -92,9 +93,15 @@ def named_actors() -> list[str]:
 
 
 def processes() -> int:
-    """Processes of this run that are busy with a reward server."""
-    names = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
-    return sum(any(word in name for word in ("vLLM", "VLLM", "spawn_main", "Server")) for name in names)
+    """Processes of this run that are busy with a reward server, by the titles that Ray and vLLM give them.
+
+    Not by whole command lines: a process that Ray is just starting has the run's environment in its own.
+    """
+    titles = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            titles.append(" ".join(process.cmdline()[:1]))
+    return sum(title.startswith(("ray::", "VLLM::")) and ("VLLM" in title or "Server" in title) for title in titles)
 
 
 def run(kind: str, folder: Path, config: DictConfig) -> dict[str, Any]:
@@ -180,7 +187,7 @@ def main(kind: str, folder: Path, temp: str) -> None:
         num_gpus=1,
         include_dashboard=False,
         _temp_dir=temp,
-        runtime_env={"env_vars": {**environment, "PYTHONPATH": str(Path(__file__).parents[2])}},
+        runtime_env={"env_vars": environment},
     )
     try:
         if kind == "vllm":

@@ -77,6 +77,7 @@ def compose(folder: Path, *overrides: str) -> DictConfig:
                 "reward.reward_model.rollout.max_model_len=640",
                 "++reward.reward_model.rollout.enable_sleep_mode=False",
                 "++reward.reward_model.rollout.engine_kwargs.vllm.block_size=32",
+                "++reward.reward_model.rollout.engine_kwargs.vllm.model_impl=vllm",
                 *overrides,
             ],
         )

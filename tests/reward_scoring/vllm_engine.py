@@ -160,6 +160,7 @@ async def run(folder: Path) -> dict[str, Any]:
             max_num_batched_tokens=256,
             block_size=BLOCK_SIZE,
             enforce_eager=True,
+            model_impl="vllm",
         )
     )
     try:
