@@ -19,7 +19,8 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.reward_loop import reward_loop as verls
 
-from verl_oppo.scoring.reward_loop import CONSUMER, RewardLoopWorkerOppo, no_reward_server, trajectory_id
+from verl_oppo.scoring.reward_loop import no_reward_server
+from verl_oppo.scoring.reward_loop_worker import CONSUMER, RewardLoopWorkerOppo, trajectory_id
 from verl_oppo.scoring.scorer import Scored
 
 SCRIPT = Path(__file__).parent / "reward_scoring" / "reward_loop.py"

@@ -36,7 +36,8 @@ from verl.single_controller.ray import RayResourcePool  # noqa: E402
 from verl.workers.rollout.replica import RolloutReplicaRegistry  # noqa: E402
 
 from verl_oppo.scoring.reward_input import RewardInput  # noqa: E402
-from verl_oppo.scoring.reward_loop import CONSUMER, RewardLoopManagerOppo, build_reward_worker_group  # noqa: E402
+from verl_oppo.scoring.reward_loop import RewardLoopManagerOppo, build_reward_worker_group  # noqa: E402
+from verl_oppo.scoring.reward_loop_worker import CONSUMER  # noqa: E402
 from verl_oppo.scoring.scorer import Chunk  # noqa: E402
 from verl_oppo.stream.consumer import ConsumerSettings  # noqa: E402
 from verl_oppo.stream.service import StreamClient  # noqa: E402

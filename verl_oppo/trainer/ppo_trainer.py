@@ -35,7 +35,7 @@ from verl_oppo.metrics import (
 from verl_oppo.rollout.agent_loop import TOKEN_VERSIONS_KEY
 from verl_oppo.rollout.controller import RolloutControllerGroup, RolloutState
 from verl_oppo.rollout.partial import LLMServerClientOppo
-from verl_oppo.scoring.reward_loop import ScoreRecord
+from verl_oppo.scoring.reward_loop_worker import ScoreRecord
 from verl_oppo.stream.consumer import ConsumerStats
 from verl_oppo.trainer.health import HealthCheck
 from verl_oppo.trainer.replay_buffer import OppoReplayBuffer

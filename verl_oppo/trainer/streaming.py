@@ -26,7 +26,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl_oppo.config.schema import OppoConfig
 from verl_oppo.scoring import reward_loop, reward_support, support
 from verl_oppo.scoring.device_memory import MemoryNeed, memory_needed, reason_not_to_stream
-from verl_oppo.scoring.reward_loop import ScoreRecord
+from verl_oppo.scoring.reward_loop_worker import CONSUMER as REWARD
+from verl_oppo.scoring.reward_loop_worker import ScoreRecord
 from verl_oppo.scoring.scorer import Scored, ScorerSettings, Trajectory
 from verl_oppo.scoring.workers import ActorRolloutRefWorkerOppo, CriticWorkerOppo
 from verl_oppo.stream.consumer import ConsumerSettings, ConsumerStats
@@ -144,7 +145,7 @@ class IntraStepStream:
     def consumers(self) -> list[str]:
         """Names of the scorers that take chunks."""
         streaming = {
-            reward_loop.CONSUMER: self.streams_reward,
+            REWARD: self.streams_reward,
             "critic": self._streams_critic,
             "reference": self._streams_reference,
         }
@@ -221,9 +222,7 @@ class IntraStepStream:
                 self._config, pool, max_prompts=self._max_prompts, kind=self._reward_kind
             )
             target = reward_loop.reward_group_target(self.reward_wg)
-        self._client.call(
-            "add_consumer", reward_loop.CONSUMER, target, ConsumerSettings(), translator=manager.translator()
-        )
+        self._client.call("add_consumer", REWARD, target, ConsumerSettings(), translator=manager.translator())
         manager.attach(self._client)
 
     def _connect_fused(self, name: str, group: RayWorkerGroup, role: Role, hf_config: PretrainedConfig) -> None:
@@ -271,7 +270,7 @@ class IntraStepStream:
             self._client.call("close", closing, DRAIN_TIMEOUT_S)
 
     def _shares_devices(self, name: str) -> bool:
-        return name != reward_loop.CONSUMER or not self._config.reward.reward_model.enable_resource_pool
+        return name != REWARD or not self._config.reward.reward_model.enable_resource_pool
 
     def forget(self, uids: Sequence[str], num_sessions: int) -> None:
         """These prompts will not be trained."""
@@ -328,7 +327,7 @@ class IntraStepStream:
         A worker group freed each trajectory with its final call; vLLM's prefix cache keeps what it has seen.
         """
         if self._reward_kind == "vllm":
-            self._client.call("invalidate", reward_loop.CONSUMER)
+            self._client.call("invalidate", REWARD)
 
     def stats(self) -> dict[str, ConsumerStats]:
         """What each consumer did since the last call, by name."""
