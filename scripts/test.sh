@@ -32,10 +32,10 @@ if [ "$#" -gt 0 ]; then
     echo "[test] pytest $*: at most $limit s"
     run_pytest "$@" || status=$?
 else
-    echo "[test] pytest: unit tests, two files at a time, about 10 minutes; at most $limit s with the end-to-end runs"
+    echo "[test] pytest: unit tests, two files at a time, about 7 minutes; at most $limit s with the end-to-end runs"
     # In pytest's own order: modules on a shared Ray come last.
     run_pytest --ignore=tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || status=$?
-    echo "[test] pytest: end-to-end runs, two at a time, about 20 minutes"
+    echo "[test] pytest: end-to-end runs, two at a time, about 13 minutes"
     run_pytest tests/e2e || status=$?
 fi
 echo "[test] set-up and checks $started s, pytest $((SECONDS - started)) s, exit status $status"
