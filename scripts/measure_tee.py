@@ -1,6 +1,6 @@
 """Measures what the token tee costs: microseconds per token, and decode throughput against verl's stock server.
 
-    python scripts/measure_tee.py [--pairs 12] [--requests 32] [--tokens 256] [--chunk-size 64]
+    python scripts/measure_tee.py [--pairs 100] [--requests 32] [--tokens 256] [--chunk-size 64]
 
 One real engine (a tiny Qwen2 with random weights) decodes the same load in turn through verl's server as it is and
 through the tee, whose chunks go to an actor in a process of its own; the order within a pair alternates. Prints a table
@@ -254,7 +254,7 @@ def run_pairs(local: LocalServer, arguments: argparse.Namespace) -> list[tuple[R
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--requests", type=int, default=32, help="requests that decode at once")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each response")
     parser.add_argument("--chunk-size", type=int, default=64)
