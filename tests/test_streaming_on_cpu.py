@@ -9,6 +9,7 @@ import pytest
 import ray
 from omegaconf import DictConfig
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import trainer_base
 
 from verl_oppo.scoring.device_memory import GIB, MemoryNeed
 from verl_oppo.scoring.scorer import ScorerStats
@@ -71,6 +72,18 @@ def test_a_plain_score_costs_carried_prefixes_their_cache_only_in_vllm(make_stre
     stream, service = make_stream(f"{INTRA_STEP}.reward={kind}", OWN_POOL)
     stream.forget_rewards()
     assert service.calls == emptied
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ours"),
+    [([OWN_POOL], True), ([COLOCATED], False), ([OWN_POOL, "reward.reward_model.enable=false"], False)],
+)
+def test_without_streaming_verls_manager_stays_where_it_works(make_stream, overrides, ours) -> None:
+    stream, _ = make_stream(f"{INTRA_STEP}.enable=false", *overrides)
+    verls = trainer_base.RewardLoopManager
+    with stream.hooks_into_setup():
+        assert (trainer_base.RewardLoopManager is not verls) == ours
+    assert trainer_base.RewardLoopManager is verls
 
 
 # Critic and reference beside an awake rollout engine: how much memory a device has free cannot be chosen on a CPU.

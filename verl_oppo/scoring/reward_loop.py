@@ -54,7 +54,7 @@ def no_reward_server() -> Iterator[None]:
 
 
 class RewardLoopManagerOppo(RewardLoopManager):
-    """verl's manager. `kind` is what `reward_support.resolve_reward_kind` says; with `off` all is verl's.
+    """verl's manager. `kind` is what `reward_support.resolve_reward_kind` says; with `off` it scores as verl does.
 
     Invariant: with any other kind each trajectory is scored at its end, no reward server is ever put to sleep or woken,
     and with a kind other than `vllm` there is no reward server.
@@ -62,7 +62,7 @@ class RewardLoopManagerOppo(RewardLoopManager):
 
     def __init__(self, config: DictConfig, rm_resource_pool: RayResourcePool | None = None, *, kind: str) -> None:
         self.kind = kind
-        if kind == "vllm":
+        if kind == "vllm" or (kind == "off" and reward_support.has_own_devices(config)):
             keep_awake(config)
         with no_reward_server() if kind in STREAMING_KINDS and kind != "vllm" else nullcontext():
             super().__init__(config, rm_resource_pool)

@@ -75,6 +75,11 @@ def is_colocated(config: DictConfig) -> bool:
     return not config.reward.reward_model.enable_resource_pool
 
 
+def has_own_devices(config: DictConfig) -> bool:
+    """Whether there is a discriminative reward model and it shares its devices with nobody."""
+    return _no_discriminative_model(config) is None and not is_colocated(config)
+
+
 def model_paths(config: DictConfig) -> tuple[str, str]:
     """Where the actor's and the reward model's tokenizers are, as verl's reward loop finds them."""
     actor = config.actor_rollout_ref.model

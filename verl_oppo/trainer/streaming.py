@@ -175,14 +175,18 @@ class IntraStepStream:
 
     @contextmanager
     def hooks_into_setup(self) -> Iterator[None]:
-        """While verl's `_setup` runs: our rollout server and our reward loop manager in place of its own."""
-        if not self.active:
+        """While verl's `_setup` runs: our rollout server and our reward loop manager in place of its own.
+
+        The manager even where nothing streams if a reward model has devices of its own: verl's fails (verl#7368).
+        """
+        if self.active:
+            # verl's vLLM modules import only where vLLM is installed; a run without streaming does without.
+            from verl_oppo.rollout.vllm_server import register_replica
+
+            register_replica()
+        elif not reward_support.has_own_devices(self._config):
             yield
             return
-        # verl's vLLM modules import only where vLLM is installed; a run without streaming does without.
-        from verl_oppo.rollout.vllm_server import register_replica
-
-        register_replica()
         original = trainer_base.RewardLoopManager
 
         def build(config: DictConfig, rm_resource_pool: object = None) -> reward_loop.RewardLoopManagerOppo:
