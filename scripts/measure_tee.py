@@ -4,9 +4,9 @@
 
 One real engine (a tiny Qwen2 with random weights) decodes the same load in turn through verl's server as it is and
 through the tee, whose chunks go to an actor in a process of its own; the order within a pair alternates. Prints a table
-and ends with one line of JSON. Takes 2 to 3 minutes on 2 cores. The machine should be idle: the sink, the engine and
-this process share its cores, so on a small one the loss is overstated. Exit status 1 when the upper bound of the loss
-is 5 % or more.
+and ends with one line of JSON. Takes 8 minutes on 2 cores. The machine should be idle: the sink, the engine and this
+process share its cores, so on a small one the loss is overstated, and single pairs differ by tens of per cent. Exit
+status 1 when the upper bound of the loss is 5 % or more.
 """
 
 import argparse
