@@ -19,8 +19,8 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.reward_loop import reward_loop as verls
 
-from verl_oppo.scoring.reward_loop import no_reward_server
-from verl_oppo.scoring.reward_loop_worker import CONSUMER, RewardLoopWorkerOppo, trajectory_id
+from verl_oppo.scoring.reward_loop import RewardLoopManagerOppo, no_reward_server
+from verl_oppo.scoring.reward_loop_worker import REWARD, RewardLoopWorkerOppo, trajectory_id
 from verl_oppo.scoring.scorer import Scored
 
 SCRIPT = Path(__file__).parent / "reward_scoring" / "reward_loop.py"
@@ -138,7 +138,7 @@ def test_a_trajectory_goes_to_the_stream_under_the_name_that_the_token_tee_gave_
     data = sample(uid=np.array(["u-1"]), session_id=np.array([3]))
     assert asyncio.run(worker.compute_score(data)) == {"reward_score": 0.5, "reward_extra_info": {}}
     (method, consumer, (trajectory,)) = stream.calls[0]
-    assert (method, consumer, trajectory.trajectory_id) == ("score", CONSUMER, "u-1_3")
+    assert (method, consumer, trajectory.trajectory_id) == ("score", REWARD, "u-1_3")
     text = asyncio.run(worker._preprocess_reward_inputs(data))
     assert trajectory.token_ids.tolist() == worker.reward_model_tokenizer(text)["input_ids"]
 
@@ -181,6 +181,16 @@ async def test_a_rule_or_a_custom_function_never_goes_to_the_stream(folder, tmp_
         await worker.oppo_attach(stream)
         assert (await worker.compute_score(data))["reward_score"] == 7.0
         assert stream.calls == []
+
+
+@pytest.mark.parametrize("own_devices", [True, False])
+def test_without_streaming_a_server_on_its_own_devices_is_kept_awake(folder, monkeypatch, own_devices):
+    """verl puts it to sleep after its start and wakes it only where it is colocated."""
+    monkeypatch.setattr(verls.RewardLoopManager, "__init__", lambda *arguments: None)
+    config = models.compose(folder, f"reward.reward_model.enable_resource_pool={own_devices}")
+    assert config.reward.reward_model.rollout.free_cache_engine
+    RewardLoopManagerOppo(config, kind="off")
+    assert config.reward.reward_model.rollout.free_cache_engine != own_devices
 
 
 def test_the_mask_over_verls_reward_server_is_lifted_whatever_happens():

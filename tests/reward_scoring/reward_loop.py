@@ -37,7 +37,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry  # noqa: E402
 
 from verl_oppo.scoring.reward_input import RewardInput  # noqa: E402
 from verl_oppo.scoring.reward_loop import RewardLoopManagerOppo, build_reward_worker_group  # noqa: E402
-from verl_oppo.scoring.reward_loop_worker import CONSUMER  # noqa: E402
+from verl_oppo.scoring.reward_loop_worker import REWARD  # noqa: E402
 from verl_oppo.scoring.scorer import Chunk  # noqa: E402
 from verl_oppo.stream.consumer import ConsumerSettings  # noqa: E402
 from verl_oppo.stream.service import StreamClient  # noqa: E402
@@ -83,10 +83,10 @@ def stream(client: StreamClient, prompt: np.ndarray, response: np.ndarray, uid: 
     bounds = [0, *range(len(prompt) + CHUNK, len(ids), CHUNK)]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         client.call("push", [Chunk(f"{uid}_0", start, ids[start:stop])])
-        while client.call("stats", reset=False)[CONSUMER].tokens_waiting:
+        while client.call("stats", reset=False)[REWARD].tokens_waiting:
             time.sleep(0.01)
-        client.call("close", [CONSUMER], 60.0)
-        client.call("open", [CONSUMER])
+        client.call("close", [REWARD], 60.0)
+        client.call("open", [REWARD])
 
 
 def named_actors() -> list[str]:
@@ -128,8 +128,8 @@ def run(kind: str, folder: Path, config: DictConfig) -> dict[str, Any]:
         group = build_reward_worker_group(config, pool)
         target = WorkerGroupTarget(group.workers)
     client = StreamClient.start()
-    client.call("add_consumer", CONSUMER, target, ConsumerSettings(), manager.translator())
-    client.call("open", [CONSUMER])
+    client.call("add_consumer", REWARD, target, ConsumerSettings(), manager.translator())
+    client.call("open", [REWARD])
     manager.attach(client)
 
     for index, ids in enumerate(response_ids):

@@ -85,17 +85,17 @@ class RewardLoopManagerOppo(RewardLoopManager):
         super()._init_reward_loop_workers()
 
     def attach(self, stream: StreamCalls) -> None:
-        """Scores come from this stream service from now on, from its consumer `CONSUMER`."""
+        """Scores come from this stream service from now on, from its consumer `REWARD`."""
         assert self.streams, f"reward kind {self.kind!r} does not stream"
         self._ask_workers("oppo_attach", stream)
 
     def translator(self) -> RewardInputTranslator:
-        """The translator of the consumer `CONSUMER`."""
+        """The translator of the consumer `REWARD`."""
         actor_path, reward_path = reward_support.model_paths(self.config)
         return RewardInputTranslator(actor_path, reward_path, reward_support.chat_template_kwargs(self.config))
 
     def vllm_target(self) -> VllmRewardTarget:
-        """The target of the consumer `CONSUMER` with kind `vllm`. Raises ValueError if the server is no classifier."""
+        """The target of the consumer `REWARD` with kind `vllm`. Raises ValueError if the server is no classifier."""
         assert self.reward_server_manager is not None, f"reward kind {self.kind!r} has no reward server"
         servers = self.reward_server_manager.server_handles
         infos: list[RewardServerInfo] = ray.get(

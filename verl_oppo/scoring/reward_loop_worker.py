@@ -18,7 +18,7 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl_oppo.scoring.reward_input import RewardInput
 from verl_oppo.scoring.scorer import Scored, Trajectory
 
-CONSUMER = "reward"
+REWARD = "reward"
 """Name of the reward model among the stream's consumers."""
 
 
@@ -82,7 +82,7 @@ class RewardLoopWorkerOppo(RewardLoopWorker):
         input_ids = self._input.token_ids(await self._preprocess_reward_inputs(data))
         trajectory = Trajectory(trajectory_id(data), input_ids)
         try:
-            (scored,) = await self._stream.call_async("score", CONSUMER, [trajectory])
+            (scored,) = await self._stream.call_async("score", REWARD, [trajectory])
         except ValueError:
             raise
         except Exception as error:

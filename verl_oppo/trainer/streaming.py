@@ -26,8 +26,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl_oppo.config.schema import OppoConfig
 from verl_oppo.scoring import reward_loop, reward_support, support
 from verl_oppo.scoring.device_memory import MemoryNeed, memory_needed, reason_not_to_stream
-from verl_oppo.scoring.reward_loop_worker import CONSUMER as REWARD
-from verl_oppo.scoring.reward_loop_worker import ScoreRecord
+from verl_oppo.scoring.reward_loop_worker import REWARD, ScoreRecord
 from verl_oppo.scoring.scorer import Scored, ScorerSettings, Trajectory
 from verl_oppo.scoring.workers import ActorRolloutRefWorkerOppo, CriticWorkerOppo
 from verl_oppo.stream.consumer import ConsumerSettings, ConsumerStats
@@ -274,7 +273,7 @@ class IntraStepStream:
             self._client.call("close", closing, DRAIN_TIMEOUT_S)
 
     def _shares_devices(self, name: str) -> bool:
-        return name != REWARD or not self._config.reward.reward_model.enable_resource_pool
+        return name != REWARD or reward_support.is_colocated(self._config)
 
     def forget(self, uids: Sequence[str], num_sessions: int) -> None:
         """These prompts will not be trained."""
