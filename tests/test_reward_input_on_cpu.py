@@ -10,24 +10,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 
-from verl_oppo.demo.tokenizer import CHATML_TEMPLATE, build_actor_tokenizer, build_other_tokenizer
-from verl_oppo.scoring.growing_text import GrowingText, GrowingTokens, extended
+sys.path.insert(0, str(Path(__file__).parent / "reward_scoring"))
+
+from split_words import SAMPLE, TOKENIZERS, byte_level_bpe, unhurried, words
+
+from verl_oppo.demo.tokenizer import CHATML_TEMPLATE
+from verl_oppo.scoring.growing_text import extended
 from verl_oppo.scoring.reward_input import RewardInput, RewardInputTranslator
 from verl_oppo.scoring.scorer import Chunk
 
 MESSAGES = [{"role": "user", "content": "What is new?"}]
-SAMPLE = Path(__file__).read_text()
-QWEN_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # Moves what stands before </think>, as the templates of reasoning models do.
 REASONING_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -37,68 +36,9 @@ REASONING_TEMPLATE = (
     "{{ '<think>\\n' + thought + '\\n</think>\\n\\n' + message['content'].split('</think>')[-1].lstrip('\\n') }}"
     "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
 )
-unhurried = settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-
-
-def byte_level_bpe() -> PreTrainedTokenizerFast:
-    """Qwen's splitting and byte-level merges, trained on this file."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=["<|im_start|>", "<|im_end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([SAMPLE], trainer)
-    return wrapped(tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
-
-
-def sentence_piece() -> PreTrainedTokenizerFast:
-    """Llama 2's scheme: the whole text is one word, spaces are written as a letter, bytes are the last resort."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False
-    )
-    tokenizer.train_from_iterator(SAMPLE.split(), trainer)
-    return wrapped(tokenizer, eos_token="</s>", bos_token="<s>", unk_token="<unk>")
-
-
-def wrapped(tokenizer: Tokenizer, **roles) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=CHATML_TEMPLATE, clean_up_tokenization_spaces=False, **roles
-    )
-
-
-TOKENIZERS = {
-    "demo": build_actor_tokenizer(),
-    "demo_other": build_other_tokenizer(),
-    "bpe": byte_level_bpe(),
-    "sentence_piece": sentence_piece(),
-}
 PAIRS = [("demo", "demo_other"), ("bpe", "bpe"), ("bpe", "sentence_piece"), ("sentence_piece", "bpe"), ("demo", "bpe")]
 # What the held-back end decides: words of these tokenizers are split apart, so a word that is over stays as it is.
 EXACT_PAIRS = [("demo", "demo_other"), ("demo", "demo"), ("bpe", "bpe"), ("sentence_piece", "bpe")]
-words = st.lists(
-    st.one_of(
-        st.sampled_from(
-            ["the", " model", "\n", "  ", "don't", " 1234", "...", "\u00e9t\u00e9", "\u4f60\u597d", "tokens"]
-        ),
-        st.text(max_size=6),
-    ),
-    max_size=40,
-).map("".join)
 
 
 def translator(actor: PreTrainedTokenizerFast, reward: PreTrainedTokenizerFast) -> RewardInputTranslator:
@@ -169,78 +109,6 @@ def test_the_response_span_covers_the_response_and_nothing_else():
     start, end = reward_input.response_span(MESSAGES, ids)
     assert ids[start:end].tolist() == response
     assert TOKENIZERS["bpe"].decode(ids[end:]) == "<|im_end|>\n"
-
-
-# What grows -----------------------------------------------------------------------------------------------------------
-
-
-@unhurried
-@given(text=words, steps=st.lists(st.integers(1, 30), min_size=1, max_size=12), name=st.sampled_from(list(TOKENIZERS)))
-def test_a_growing_text_is_decoded_as_the_whole(text, steps, name):
-    tokenizer = TOKENIZERS[name]
-    ids = np.array(tokenizer(text * 5, add_special_tokens=False)["input_ids"], dtype=np.int64)
-    growing = GrowingText(tokenizer)
-    for length in np.cumsum(steps):
-        whole, text = tokenizer.decode(ids[:length]), growing.text(ids[:length])
-        if whole.endswith("\ufffd"):
-            # A run of byte tokens whose last character is incomplete may be decoded as no character at all.
-            assert text in {whole.rstrip("\ufffd"), *(tokenizer.decode(ids[:end]) for end in range(length))}
-        else:
-            assert text == whole
-
-
-@unhurried
-@given(text=words, steps=st.lists(st.integers(1, 80), min_size=1, max_size=12), name=st.sampled_from(list(TOKENIZERS)))
-def test_a_growing_text_is_tokenised_as_the_whole(text, steps, name):
-    whole = SAMPLE[:600] + text * 3
-    growing = GrowingTokens(TOKENIZERS[name])
-    for length in 200 + np.cumsum(steps):
-        anew = GrowingTokens(TOKENIZERS[name]).stable_ids(whole[:length])
-        assert growing.stable_ids(whole[:length]).tolist() == anew.tolist()
-
-
-def test_an_end_that_comes_out_otherwise_by_itself_is_tokenised_with_the_whole():
-    """Digits in groups of three, of two tokens each: taken up in the middle of a group, the groups shift."""
-    tokenizer = Tokenizer(models.BPE({"1": 0, "2": 1, "3": 2, "31": 3, "12": 4}, [("3", "1"), ("1", "2")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
-    growing, text = GrowingTokens(wrapped(tokenizer)), "123" * 100
-    for length in range(2, len(text), 4):
-        ids = growing.stable_ids(text[:length]).tolist()
-        assert ids == [4, 2] * (len(ids) // 2)
-    assert len(ids) > 190
-
-
-def test_a_text_that_its_next_token_changes_is_decoded_as_the_whole():
-    """As where decoding takes the spaces around an apostrophe away."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"rock": 0, "'": 1, "roll": 2, "<unk>": 3}, "<unk>")),
-        clean_up_tokenization_spaces=True,
-        unk_token="<unk>",
-    )
-    ids = np.array([0] * 30 + [1, 2])
-    growing = GrowingText(tokenizer)
-    texts = [growing.text(ids[:length]) for length in range(1, len(ids) + 1)]
-    assert texts == [tokenizer.decode(ids[:length]) for length in range(1, len(ids) + 1)]
-    assert texts[-2].endswith("rock '") and texts[-1].endswith("rock'roll")
-
-
-def test_only_the_end_of_a_growing_text_is_tokenised_again():
-    """Without it a long response would cost its length squared."""
-    lengths = []
-    tokenizer = TOKENIZERS["bpe"]
-
-    class Counting:
-        is_fast = True
-
-        def __call__(self, text: str, **kwargs):
-            lengths.append(len(text))
-            return tokenizer(text, **kwargs)
-
-    growing = GrowingTokens(Counting())
-    for length in range(400, 4400, 400):
-        growing.stable_ids(SAMPLE[:length])
-    assert lengths[0] == 400
-    assert max(lengths[1:]) < 800
 
 
 # The translator -------------------------------------------------------------------------------------------------------
