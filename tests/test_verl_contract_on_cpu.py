@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import pkgutil
 import re
 import sys
@@ -345,12 +346,10 @@ def test_verl_calls_its_hooks_in_the_order_that_ours_need():
         *("self.on_sample_begin()", "self.replay_buffer.sample(", "self.on_sample_end()", "self._balance_batch("),
         *("self._compute_old_log_prob(", "self._compute_values(", "self._update_critic(", "self._update_actor("),
     )
-    assert in_order(
-        inspect.getsource(PPOTrainer._save_checkpoint), "tq.save_checkpoint(", "latest_checkpointed_iteration.txt"
-    )
-    assert in_order(
-        inspect.getsource(PPOTrainerColocateAsync.on_sample_end), "abort_replicas()", "self.checkpoint_manager.sleep_"
-    )
+    save = inspect.getsource(PPOTrainer._save_checkpoint)
+    assert in_order(save, "tq.save_checkpoint(", "latest_checkpointed_iteration.txt")
+    sample_end = inspect.getsource(PPOTrainerColocateAsync.on_sample_end)
+    assert in_order(sample_end, "abort_replicas()", "self.checkpoint_manager.sleep_")
     assert in_order(inspect.getsource(PPOTrainer.__init__), "self.trainer_mode =", "self._build_replay_buffer()")
 
 
@@ -378,18 +377,8 @@ def test_the_agent_loop_worker_reports_as_ours_expects():
     postprocess = inspect.getsource(worker._agent_loop_postprocess)
     assert in_order(postprocess, '{uid}_{session_id}_{i}"', '.get("min_global_steps")', "tq.async_kv_batch_put(")
     assert "self._agent_loop_postprocess(output, trajectory" in inspect.getsource(AgentLoopWorker._run_agent_loop)
-    assert in_order(
-        inspect.getsource(AgentLoopManagerTQ.__init__), "self.agent_loop_workers_class =", "super().__init__("
-    )
-
-
-if __name__ == "__main__":
-    import os
-
-    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_oppo.platform.cpu"}
-    sys.path.insert(0, str(SOURCES.parent))
-    CONTRACT.write_text(json.dumps(current_contract(), indent=1) + "\n")
-    print(f"{CONTRACT} written; read its diff")
+    of_manager = inspect.getsource(AgentLoopManagerTQ.__init__)
+    assert in_order(of_manager, "self.agent_loop_workers_class =", "super().__init__(")
 
 
 def test_verls_worker_reads_the_settings_of_a_paired_update():
@@ -402,3 +391,10 @@ def test_verls_worker_reads_the_settings_of_a_paired_update():
         assert f'key="{key}"' in mini_batches or f"{key}=" in mini_batches, key
     assert 'key="force_group_size"' in inspect.getsource(utils.prepare_micro_batches)
     assert "self.actor.set_loss_fn(loss_fn=loss_fn)" in inspect.getsource(ActorRolloutRefWorker.set_loss_fn)
+
+
+if __name__ == "__main__":
+    os.environ |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_oppo.platform.cpu"}
+    sys.path.insert(0, str(SOURCES.parent))
+    CONTRACT.write_text(json.dumps(current_contract(), indent=1) + "\n")
+    print(f"{CONTRACT} written; read its diff")
