@@ -10,7 +10,6 @@ import pytest
 from verl_oppo.benchmark import command, convergence
 from verl_oppo.benchmark.arms import Preset
 from verl_oppo.benchmark.equivalence import equivalence, t_quantile, upper_tail
-from verl_oppo.benchmark.gate import GO, READY
 from verl_oppo.benchmark.runs import RunResult, RunSpec, finished_result, run_all
 from verl_oppo.benchmark.summary import summarize, table, write_steps
 
@@ -149,20 +148,14 @@ def test_every_step_is_written_raw(tmp_path):
 
 # Runs as child processes ----------------------------------------------------------------------------------------------
 
-CHILD = f"""
-import os, sys, time
-from pathlib import Path
-gate = os.environ.get("VERL_OPPO_BENCHMARK_GATE")
-log = Path(sys.argv[1])
-if gate:
-    (Path(gate) / "{READY}").touch()
-    while not (Path(gate) / "{GO}").exists():
-        time.sleep(0.02)
-with log.open("a") as file:
-    file.write(f"begin {{sys.argv[2]}}\\n")
+CHILD = """
+import sys, time
+def note(what):
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{what} {sys.argv[2]}\\n")
+note("begin")
 time.sleep(0.5)
-with log.open("a") as file:
-    file.write(f"end {{sys.argv[2]}}\\n")
+note("end")
 sys.exit(3 if sys.argv[2] == "bad" else 0)
 """
 
@@ -174,17 +167,35 @@ class ScriptSpec(RunSpec):
         return [sys.executable, "-c", CHILD, *self.arguments]
 
 
-def scripts(tmp_path, *names, gated=True):
+def scripts(tmp_path, *names):
     log = str(tmp_path / "log")
-    return [ScriptSpec(name, 0, tmp_path / name, (log, name), gated) for name in names]
+    return [ScriptSpec(name, 0, tmp_path / name, (log, name)) for name in names]
 
 
-def test_two_runs_start_at_once_and_train_one_after_the_other(tmp_path):
+def test_a_run_that_is_timed_has_the_machine_to_itself(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(command, "run_all", lambda specs, **options: asked.update(options) or [])
+    monkeypatch.setattr(command, "plan", lambda *arguments: [])
+    monkeypatch.setattr(command, "conclude", lambda *arguments: 0)
+    command.main(["--out", str(tmp_path), "--at-once", "2"])
+    assert asked["at_once"] == 1
+
+
+def test_runs_go_one_after_the_other_in_their_order_and_a_failed_one_stops_none(tmp_path):
     specs = scripts(tmp_path, "first", "bad", "third")
-    results = run_all(specs, resume=False, timeout_s=60, at_once=2, say=lambda message: None)
+    results = run_all(specs, resume=False, timeout_s=60, at_once=1, say=lambda message: None)
     order = (tmp_path / "log").read_text().splitlines()
     assert order == [f"{what} {name}" for name in ("first", "bad", "third") for what in ("begin", "end")]
     assert [result.failure for result in results] == [None, "exit status 3", None]
+    assert all(result.seconds > 0.5 for result in results)
+
+
+def test_several_go_at_once_where_nothing_is_timed(tmp_path):
+    specs = scripts(tmp_path, "first", "second", "third")
+    run_all(specs, resume=False, timeout_s=60, at_once=2, say=lambda message: None)
+    order = (tmp_path / "log").read_text().splitlines()
+    assert {line.split()[0] for line in order[:2]} == {"begin"}, "two began before one had ended"
+    assert order.index("begin third") > min(order.index("end first"), order.index("end second"))
 
 
 def test_a_run_that_ended_well_is_reused_and_a_failed_or_changed_one_is_not(tmp_path):
@@ -192,17 +203,17 @@ def test_a_run_that_ended_well_is_reused_and_a_failed_or_changed_one_is_not(tmp_
     run_all(specs, resume=False, timeout_s=60, at_once=1, say=lambda message: None)
     said = []
     run_all(specs, resume=True, timeout_s=60, at_once=1, say=said.append)
-    assert said[0] == "first, repeat 0: reused" and said[1] == "starting bad, repeat 0"
+    assert said[0] == "first, repeat 0: reused" and said[1] == "bad, repeat 0: starting"
     changed = ScriptSpec("first", 0, tmp_path / "first", ("other", "first"))
     assert finished_result(specs[0]) is not None and finished_result(changed) is None
 
 
 def test_a_run_past_its_time_is_ended_and_the_other_one_goes_on(tmp_path):
     specs = scripts(tmp_path, "first", "second")
-    stuck = ScriptSpec("stuck", 0, tmp_path / "stuck", (), True)
+    stuck = ScriptSpec("stuck", 0, tmp_path / "stuck", ())
     object.__setattr__(stuck, "command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
     results = run_all([stuck, specs[0]], resume=False, timeout_s=8, at_once=2, say=lambda message: None)
-    assert results[0].failure == "not done after 8 s"
+    assert [result.failure for result in results] == ["not done after 8 s", None]
 
 
 # Convergence ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Length lists, the data set that carries them, and what the agent loop asks vLLM for."""
 
-import asyncio
 import statistics
 
 import pyarrow
@@ -8,7 +7,6 @@ import pyarrow.parquet
 import pytest
 
 from verl_oppo.benchmark.agent_loop import NEVER, length_of, replay_parameters
-from verl_oppo.benchmark.gate import GO, READY, pass_gate
 from verl_oppo.benchmark.work import LengthList, write_work
 
 LONG_TAIL = LengthList("long_tail", minimum=4, median=32, maximum=320, sigma=1.2)
@@ -72,15 +70,3 @@ def test_vllm_is_asked_for_exactly_the_length():
     assert (made.max_tokens, made.ignore_eos, made.logit_bias) == (17, True, {2: NEVER})
     # A carried response goes on with what is left of its budget: nothing else bounds it from below.
     assert SamplingParams(**parameters | {"max_tokens": 1}).min_tokens == 0
-
-
-async def test_the_gate_says_ready_and_waits_for_go(tmp_path):
-    waiting = asyncio.ensure_future(pass_gate(str(tmp_path)))
-    await asyncio.sleep(0.2)
-    assert (tmp_path / READY).exists() and not waiting.done()
-    (tmp_path / GO).touch()
-    await asyncio.wait_for(waiting, timeout=10)
-
-
-async def test_without_a_gate_nothing_waits():
-    await asyncio.wait_for(pass_gate(None), timeout=1)

@@ -5,7 +5,6 @@ trainers. The responses are sampled from the policy without its end token and ne
 gradients and importance weights of such a run mean nothing.
 """
 
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-from verl_oppo.benchmark.gate import GATE_VARIABLE, pass_gate
 from verl_oppo.benchmark.work import LENGTH_KEY
 from verl_oppo.trace_file import ROLLOUTS, trace_file
 
@@ -50,7 +48,6 @@ class ReplayLengthsAgentLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """As verl's; raises RuntimeError if the response has another length."""
         length = length_of(kwargs)
-        await pass_gate(os.environ.get(GATE_VARIABLE))
         started = time.time()
         parameters = replay_parameters(sampling_params, length, self.tokenizer.eos_token_id)
         output = await super().run(parameters, **kwargs)

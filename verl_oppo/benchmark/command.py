@@ -44,10 +44,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="a run, instead of the preset's")
     parser.add_argument("--prompts", type=Path, help="data set of prompts (default: the demo's)")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds a run may take, start-up included")
-    parser.add_argument("--at-once", type=int, default=2, help="runs that start up at once; one at a time trains")
     parser.add_argument("--resume", action="store_true", help="reuse what ended well in OUT with the same arguments")
     parser.add_argument("--convergence", action="store_true", help="does it learn the same, instead of how fast")
     parser.add_argument("--seeds", type=int, default=3, help="of --convergence")
+    parser.add_argument("--at-once", type=int, default=2, help="runs at a time with --convergence; others go alone")
     parser.add_argument("overrides", nargs="*", help="arguments for every run, after all others")
     options = parser.parse_args(argv)
     for name in ("repeats", "seeds", "at_once"):
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
     preset = Preset.load(options.preset).with_steps(options.steps)
     specs = plan(options, preset, out)
     say(f"{len(specs)} runs in {out}")
-    results = run_all(specs, resume=options.resume, timeout_s=options.timeout, at_once=options.at_once, say=say)
+    results = run_all(specs, resume=options.resume, timeout_s=options.timeout, at_once=1, say=say)
     return conclude(options, preset, results, out)
 
 

@@ -77,7 +77,7 @@ def plan(preset: Preset, out: Path, seeds: Sequence[int], overrides: Sequence[st
         for arm, arguments in arms.items():
             seeded = [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
             whole = (*arguments, *seeded, *overrides)
-            specs.append(RunSpec(arm, seed, out / f"{arm}-seed{seed}", whole, gated=False))
+            specs.append(RunSpec(arm, seed, out / f"{arm}-seed{seed}", whole))
     return specs
 
 

@@ -1,8 +1,6 @@
-"""Training runs of the benchmark as child processes: started, gated, watched, and recorded with how they ended.
+"""Training runs of the benchmark as child processes: started, watched, and recorded with how they ended.
 
-Start-up is mostly imports, so two runs start at once; the gate of the benchmark's agent loop (`gate.py`)
-then lets one train while the other waits idle. A run that ended well leaves `run.json` and may be reused. Knows
-commands and folders, nothing of what is measured.
+A run that ended well leaves `run.json` and may be reused. Knows commands and folders, nothing of what is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from pathlib import Path
 
 from verl_oppo import trace_file
 from verl_oppo.benchmark.arms import hydra_string
-from verl_oppo.benchmark.gate import GATE_VARIABLE, GO, READY
 from verl_oppo.demo.child import ChildRun
 from verl_oppo.demo.child_log import errors
 
@@ -34,7 +31,6 @@ class RunSpec:
     repeat: int
     folder: Path
     arguments: tuple[str, ...]
-    gated: bool = True
 
     @property
     def name(self) -> str:
@@ -59,10 +55,8 @@ class RunResult:
     folder: str
     arguments: list[str]
     failure: str | None
-    startup_s: float | None = None
-    """From the start of the process to the first rollout."""
-    training_s: float | None = None
-    """From the gate's opening to the end of the process."""
+    seconds: float | None = None
+    """From the start of the process to its end."""
 
 
 def finished_result(spec: RunSpec) -> RunResult | None:
@@ -85,38 +79,16 @@ class _Running:
         self.result: RunResult | None = None
         self._timeout_s = timeout_s
         self._started = time.monotonic()
-        self._ready_s: float | None = None
-        self._released: float | None = None
         environment = {
             **os.environ,
             "VERL_FILE_LOGGER_PATH": str(spec.folder / METRICS),
             trace_file.VARIABLE: str(spec.folder),
         }
-        if spec.gated:
-            environment[GATE_VARIABLE] = str(spec.folder)
         self._child = ChildRun(spec.command(), spec.folder / LOG, environment)
-        if not spec.gated:
-            self.release()
-
-    @property
-    def released(self) -> bool:
-        return self._released is not None
-
-    def release(self) -> None:
-        """Lets the run train."""
-        self._released = time.monotonic()
-        (self.spec.folder / GO).touch()
-
-    def is_ready(self) -> bool:
-        ready = (self.spec.folder / READY).exists()
-        if ready and self._ready_s is None:
-            self._ready_s = time.monotonic() - self._started
-        return ready
 
     def poll(self) -> None:
         """Looks whether it has ended or must be ended."""
         status = self._child.poll()
-        self.is_ready()
         if status is None and time.monotonic() - self._started < self._timeout_s:
             return
         ended = time.monotonic()
@@ -137,11 +109,8 @@ class _Running:
             self._record("the benchmark was stopped", time.monotonic())
 
     def _record(self, failure: str | None, ended: float) -> None:
-        spec = self.spec
-        training_s = None if self._released is None else ended - self._released
-        self.result = RunResult(
-            spec.arm, spec.repeat, str(spec.folder), list(spec.arguments), failure, self._ready_s, training_s
-        )
+        spec, seconds = self.spec, ended - self._started
+        self.result = RunResult(spec.arm, spec.repeat, str(spec.folder), list(spec.arguments), failure, seconds)
         for leftover in ("checkpoints", "hydra"):
             shutil.rmtree(spec.folder / leftover, ignore_errors=True)
         (spec.folder / RECORD).write_text(json.dumps(asdict(self.result), indent=1))
@@ -150,52 +119,37 @@ class _Running:
 def run_all(
     specs: Sequence[RunSpec], *, resume: bool, timeout_s: float, at_once: int, say: Callable[[str], None]
 ) -> list[RunResult]:
-    """Runs the specs in their order, `at_once` at a time started up and, if gated, one at a time training.
+    """Runs the specs in their order, `at_once` at a time: 1 where time is measured, since an idle run takes some too.
 
-    `timeout_s` bounds each run, its wait for the gate included. Whatever happens, no child outlives this call.
+    `timeout_s` bounds each run. Whatever happens, no child outlives this call.
     """
     results: dict[RunSpec, RunResult] = {}
-    waiting = list(specs)
-    if resume:
-        for spec in specs:
-            if (result := finished_result(spec)) is not None:
-                results[spec] = result
-                waiting.remove(spec)
-                say(f"{spec.name}: reused")
-    while waiting:
-        group, waiting = waiting[:at_once], waiting[at_once:]
-        say(f"starting {' and '.join(spec.name for spec in group)}")
-        for running in _run_group(group, timeout_s, say):
-            assert running.result is not None
-            results[running.spec] = running.result
+    waiting: list[RunSpec] = []
+    for spec in specs:
+        result = finished_result(spec) if resume else None
+        if result is None:
+            waiting.append(spec)
+        else:
+            results[spec] = result
+            say(f"{spec.name}: reused")
+    going: list[_Running] = []
+    try:
+        while waiting or going:
+            while waiting and len(going) < at_once:
+                say(f"{waiting[0].name}: starting")
+                going.append(_Running(waiting.pop(0), timeout_s))
+            for running in list(going):
+                running.poll()
+                if running.result is not None:
+                    going.remove(running)
+                    results[running.spec] = running.result
+                    say(f"{running.spec.name}: {_end_in_words(running.result)}")
+            time.sleep(POLL_S)
+    finally:
+        for running in going:
+            running.stop()
     return [results[spec] for spec in specs]
 
 
-def _run_group(specs: Sequence[RunSpec], timeout_s: float, say: Callable[[str], None]) -> list[_Running]:
-    group: list[_Running] = []
-    try:
-        group += [_Running(spec, timeout_s) for spec in specs]
-        while any(running.result is None for running in group):
-            for running in group:
-                if running.result is None:
-                    running.poll()
-                    if running.result is not None:
-                        say(_ended_words(running.result))
-            alive = [running for running in group if running.result is None]
-            training = [running for running in alive if running.released]
-            # Start-up takes a whole core or two: nobody trains until all have started.
-            if alive and not training and all(running.is_ready() for running in alive):
-                alive[0].release()
-                say(f"{alive[0].spec.name}: training")
-            time.sleep(POLL_S)
-    finally:
-        for running in group:
-            running.stop()
-    return group
-
-
-def _ended_words(result: RunResult) -> str:
-    if result.failure is not None:
-        return f"{result.arm}, repeat {result.repeat}: FAILED: {result.failure[:600]}"
-    started = "" if result.startup_s is None else f"{result.startup_s:.0f} s to start, "
-    return f"{result.arm}, repeat {result.repeat}: done ({started}{result.training_s:.0f} s to train and end)"
+def _end_in_words(result: RunResult) -> str:
+    return f"done in {result.seconds:.0f} s" if result.failure is None else f"FAILED: {result.failure[:600]}"
