@@ -110,6 +110,24 @@ def test_a_page_of_two_runs_holds_its_pictures_and_needs_no_other_file(tmp_path)
     assert "oppo <b>&: 6 steps" in page.text
 
 
+def test_repeats_of_an_arm_are_compared_together(tmp_path):
+    for name, arm, steps in (("a", "sync", 6), ("b", "oppo", 4), ("c", "sync", 6), ("d", "oppo", 4)):
+        folder = write_run(tmp_path / name, steps=steps)
+        (folder / "run.json").write_text(json.dumps({"arm": arm}))
+    page, pngs = report(tmp_path, *(tmp_path / name for name in "abcd"))
+    assert [png for png in pngs if png.startswith("timeline")] == ["timeline-a.png", "timeline-b.png"]
+    # Steps 3 to 4 of oppo take 9 and 10 s, 3 to 6 of sync 9 to 12 s.
+    assert "oppo has the shortest step: 0.90 of sync's. Repeats (2 of sync, 2 of oppo)" in page.text
+    assert "2 of 4 runs, one an arm" in page.text
+
+
+@pytest.mark.parametrize("record", [b"", b"[]", b'{"arm": 3}', b'{"arm": ""}', b"\xff"])
+def test_a_run_without_a_readable_arm_is_its_own(tmp_path, record):
+    folder = write_run(tmp_path / "run", steps=1)
+    (folder / "run.json").write_bytes(record)
+    assert read_run(folder).arm == "run"
+
+
 def test_a_stock_run_says_what_it_lacks(tmp_path):
     page, _ = report(tmp_path, write_run(tmp_path / "sync", oppo=False, traces=False))
     assert "for staleness: oppo/staleness/stale_token_ratio" in page.text

@@ -18,8 +18,9 @@ from verl_oppo import trace_file
 from verl_oppo.benchmark.arms import hydra_string
 from verl_oppo.demo.child import ChildRun
 from verl_oppo.demo.child_log import errors
+from verl_oppo.report.metrics_file import METRICS, RECORD
 
-METRICS, LOG, RECORD = "metrics.jsonl", "train.log", "run.json"
+LOG = "train.log"
 POLL_S = 0.2
 
 

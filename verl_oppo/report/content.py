@@ -137,16 +137,30 @@ def _run_words(run: RunFiles) -> str:
 
 
 def _comparison_words(runs: Sequence[RunFiles]) -> str:
-    seconds = {run.name: median(step.seconds for step in settled(trace(run))) or 0.0 for run in runs}
-    fastest = min(seconds, key=lambda name: seconds[name])
-    others = [
-        f"{seconds[fastest] / value:.2f} of {name}'s"
-        for name, value in seconds.items()
-        if name != fastest and value > 0
-    ]
-    mixed = len({run.is_emulated for run in runs}) > 1
-    warning = " Some of these runs are EMULATED and some are not: do not compare their times." if mixed else ""
-    return f"{fastest} has the shortest step: {', '.join(others)}.{warning}"
+    arms = by_arm(runs)
+    seconds = {
+        arm: median(step.seconds for run in repeats for step in settled(trace(run))) or 0.0
+        for arm, repeats in arms.items()
+    }
+    text = []
+    if len(arms) > 1:
+        fastest = min(seconds, key=lambda arm: seconds[arm])
+        others = [f"{seconds[fastest] / s:.2f} of {arm}'s" for arm, s in seconds.items() if arm != fastest and s > 0]
+        text.append(f"{fastest} has the shortest step: {', '.join(others)}.")
+    if len(arms) < len(runs):
+        repeats = ", ".join(f"{len(repeats)} of {arm}" for arm, repeats in arms.items())
+        text.append(f"Repeats ({repeats}) are taken together here and share a colour below.")
+    if len({run.is_emulated for run in runs}) > 1:
+        text.append("Some of these runs are EMULATED and some are not: do not compare their times.")
+    return " ".join(text)
+
+
+def by_arm(runs: Sequence[RunFiles]) -> dict[str, list[RunFiles]]:
+    """The runs of each arm, in order of appearance."""
+    arms: dict[str, list[RunFiles]] = {}
+    for run in runs:
+        arms.setdefault(run.arm, []).append(run)
+    return arms
 
 
 def table_rows(runs: Sequence[RunFiles]) -> tuple[list[str], list[list[str]]]:

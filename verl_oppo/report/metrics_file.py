@@ -16,6 +16,8 @@ from typing import Any
 from verl_oppo.trace_file import ROLLOUTS, SPANS, TRAJECTORIES
 
 METRICS = "metrics.jsonl"
+RECORD = "run.json"
+"""Of a run that the benchmark started: `arm`, among others."""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class RunFiles:
     """What a run left. Invariant: `steps` holds each training step once, its last record, in order."""
 
     name: str
+    arm: str
+    """What the run is a repeat of; its name, unless the benchmark noted an arm."""
     folder: Path
     steps: list[tuple[int, Mapping[str, Any]]]
     spans: dict[int, dict[str, Any]]
@@ -73,7 +77,16 @@ class RunFiles:
     @property
     def label(self) -> str:
         """Its name in a picture, where an emulated clock must show."""
-        return f"{self.name} (EMULATED)" if self.is_emulated else self.name
+        return self.name + self._clock
+
+    @property
+    def arm_label(self) -> str:
+        """Its arm in a picture, likewise."""
+        return self.arm + self._clock
+
+    @property
+    def _clock(self) -> str:
+        return " (EMULATED)" if self.is_emulated else ""
 
     @property
     def is_emulated(self) -> bool:
@@ -107,8 +120,10 @@ def read_run(folder: Path, name: str | None = None) -> RunFiles:
     if strange:
         remarks.append(f"{strange} line{'s' if strange > 1 else ''} of {metrics.name} hold no record of a step")
     home = metrics.parent
+    name = name or home.name
     return RunFiles(
-        name=name or home.name,
+        name=name,
+        arm=_arm(home / RECORD) or name,
         folder=home,
         steps=sorted(steps.items()),
         spans={line["step"]: line for line in _trace(home / SPANS, remarks, is_span)},
@@ -116,6 +131,14 @@ def read_run(folder: Path, name: str | None = None) -> RunFiles:
         rollouts=list(_trace(home / ROLLOUTS, remarks, is_rollout)),
         remarks=remarks,
     )
+
+
+def _arm(path: Path) -> str | None:
+    try:
+        arm = json.loads(path.read_bytes())["arm"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return arm if isinstance(arm, str) and arm else None
 
 
 def _trace(path: Path, remarks: list[str], is_valid: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:

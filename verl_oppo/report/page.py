@@ -15,13 +15,13 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from verl_oppo.report import plots
-from verl_oppo.report.content import missing_metrics, table_rows, words
+from verl_oppo.report.content import by_arm, missing_metrics, table_rows, words
 from verl_oppo.report.metrics_file import RunFiles, read_run
 from verl_oppo.report.timeline import timeline
 
 PAGE = "report.html"
 DPI = 110
-MAX_TIMELINES = 8
+MAX_NAMES, MAX_TIMELINES = 4, 8
 SECTIONS = (
     ("breakdown", "Where a step's time goes", plots.breakdown),
     ("reward", "Reward", plots.reward),
@@ -49,7 +49,8 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
         raise ValueError("no run is named; allowed: one folder or more")
     runs = [read_run(folder, name) for folder, name in zip(folders, unique_names(folders), strict=True)]
     out.mkdir(parents=True, exist_ok=True)
-    body = [f"<h1>{html.escape(', '.join(run.name for run in runs[:4]))}</h1>"]
+    arms = list(by_arm(runs))
+    body = [f"<h1>{html.escape(', '.join(arms[:MAX_NAMES]) + (', ...' if len(arms) > MAX_NAMES else ''))}</h1>"]
     if any(run.is_emulated for run in runs):
         body.append('<p class="emulated">Times are those of EMULATED accelerators (emulate=on), not of a machine.</p>')
     body += [f"<p>{html.escape(paragraph)}</p>" for paragraph in words(runs)]
@@ -85,10 +86,11 @@ def _table(runs: Sequence[RunFiles]) -> str:
 
 def _pictures(runs: Sequence[RunFiles], out: Path) -> list[str]:
     body = ["<h2>A step at a glance</h2>"]
-    for run in runs[:MAX_TIMELINES]:
+    shown = [repeats[0] for repeats in by_arm(runs).values()][:MAX_TIMELINES]
+    for run in shown:
         body.append(_picture(timeline(run), out / f"timeline-{_file_name(run.name)}.png", f"{run.name}: a step"))
-    if len(runs) > MAX_TIMELINES:
-        body.append(f"<p>The first {MAX_TIMELINES} of {len(runs)} runs; name fewer runs to see the others.</p>")
+    if len(shown) < len(runs):
+        body.append(f"<p>{len(shown)} of {len(runs)} runs, one an arm; name a run alone to see its own.</p>")
     for name, title, draw in SECTIONS:
         body += [f"<h2>{html.escape(title)}</h2>", _picture(draw(runs), out / f"{name}.png", title)]
     return body

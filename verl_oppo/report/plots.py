@@ -5,7 +5,7 @@ Called by the page. Knows no files and no HTML.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import matplotlib
@@ -14,10 +14,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from verl_oppo.benchmark.trace import PARTS  # noqa: E402
-from verl_oppo.report.content import median, seconds_per_token, settled, trace  # noqa: E402
+from verl_oppo.report.content import WARMUP_STEPS, by_arm, median, seconds_per_token, settled, trace  # noqa: E402
 from verl_oppo.report.metrics_file import RunFiles  # noqa: E402
 
 PART_COLOURS = dict(
@@ -54,15 +55,28 @@ def reward(runs: Sequence[RunFiles]) -> Figure | None:
     if not shown:
         return None
     figure, (by_step, by_clock) = plt.subplots(1, 2, sharey=True, figsize=(11, 4), layout="constrained")
+    colours = _colours(runs)
     for run in shown:
         steps, values = run.series("critic/score/mean")
-        by_step.plot(steps, values, marker=".", label=run.label)
+        by_step.plot(steps, values, marker=".", color=colours[run.arm])
         elapsed = dict(zip([step.step for step in trace(run)], _running(run), strict=True))
-        by_clock.plot([elapsed[step] for step in steps], values, marker=".", label=run.label)
+        by_clock.plot([elapsed[step] for step in steps], values, marker=".", color=colours[run.arm])
     by_step.set(xlabel="step", ylabel="mean reward")
     by_clock.set_xlabel("seconds of training steps since the first")
-    by_step.legend(fontsize=8)
+    _name_arms(figure, shown, colours)
     return figure
+
+
+def _colours(runs: Sequence[RunFiles]) -> dict[str, str]:
+    """A colour an arm, the same in every picture of a page."""
+    return {arm: f"C{index % 10}" for index, arm in enumerate(by_arm(runs))}
+
+
+def _name_arms(figure: Figure, shown: Sequence[RunFiles], colours: Mapping[str, str], *more: Line2D) -> None:
+    """A legend beside the axes, where it covers nothing however many there are."""
+    handles = [Line2D([], [], color=colours[arm], label=repeats[0].arm_label) for arm, repeats in by_arm(shown).items()]
+    handles += more
+    figure.legend(handles=handles, fontsize=8, ncols=min(4, len(handles)), loc="outside lower center", frameon=False)
 
 
 def _running(run: RunFiles) -> list[float]:
@@ -83,13 +97,21 @@ def overcommit(runs: Sequence[RunFiles]) -> Figure | None:
 def chunks(runs: Sequence[RunFiles]) -> Figure | None:
     """Chunk size, what the tuner sees of it (time a token), and how much was cached in time."""
     return _panels(
-        [run for run in runs if run.series("oppo/chunk/size")[0]],
+        runs,
         [
             ("chunk size (tokens)", lambda run: run.series("oppo/chunk/size")),
-            ("generation + exposed\nscoring (s a token)", seconds_per_token),
+            ("generation + exposed\nscoring (s a token)", _settled_seconds_per_token),
             ("response tokens found\ncached (share)", lambda run: run.series("oppo/overlap/cached_token_ratio")),
         ],
     )
+
+
+def _settled_seconds_per_token(run: RunFiles) -> tuple[list[int], list[float]]:
+    """Of a run with chunks, without the first steps, beside whose start-up the others could not be told apart."""
+    if not run.series("oppo/chunk/size")[0]:
+        return [], []
+    steps, values = seconds_per_token(run)
+    return (steps[WARMUP_STEPS:], values[WARMUP_STEPS:]) if len(steps) > WARMUP_STEPS else (steps, values)
 
 
 def ages(runs: Sequence[RunFiles]) -> Figure | None:
@@ -124,19 +146,22 @@ def lengths(runs: Sequence[RunFiles]) -> Figure | None:
     if not shown:
         return None
     figure, (by_step, single) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    colours = _colours(runs)
     for run in shown:
-        (line,) = by_step.plot(*run.series("response_length/mean"), label=f"{run.label}, mean")
-        by_step.plot(*run.series("response_length/max"), ":", color=line.get_color(), label=f"{run.label}, longest")
-        noted = [record["length"] for record in run.trajectories or run.rollouts]
+        by_step.plot(*run.series("response_length/mean"), color=colours[run.arm])
+        by_step.plot(*run.series("response_length/max"), ":", color=colours[run.arm])
+    for arm, repeats in by_arm(shown).items():
+        noted = [record["length"] for run in repeats for record in run.trajectories or run.rollouts]
         if noted:
-            single.hist(noted, bins=30, histtype="step", label=run.label, color=line.get_color())
+            single.hist(noted, bins=30, histtype="step", color=colours[arm])
     by_step.set(xlabel="step", ylabel="response length (tokens)")
-    by_step.legend(fontsize=8)
     single.set(xlabel="response length (tokens)", ylabel="responses")
-    if single.has_data():
-        single.legend(fontsize=8)
-    else:
+    if not single.has_data():
         _say(single, "no run noted single responses\n(trajectories.jsonl or rollouts.jsonl)")
+    kinds = [
+        Line2D([], [], color="gray", linestyle=style, label=kind) for style, kind in (("-", "mean"), (":", "longest"))
+    ]
+    _name_arms(figure, shown, colours, *kinds)
     return figure
 
 
@@ -149,17 +174,20 @@ def _panels(runs: Sequence[RunFiles], panels: Sequence[tuple[str, Series]]) -> F
     drawn = {label: [entry for entry in found if entry[1]] for label, found in drawn.items()}
     if not any(drawn.values()):
         return None
-    figure, grid = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained", squeeze=False)
+    figure, grid = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), layout="constrained", squeeze=False)
+    colours = _colours(runs)
     for axes, (label, found) in zip(grid[0], drawn.items(), strict=True):
         for run, steps, values in found:
-            axes.plot(steps, values, marker=".", label=run.label)
+            axes.plot(steps, values, marker=".", color=colours[run.arm])
         axes.set(xlabel="step", ylabel=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if found:
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-            axes.legend(fontsize=8)
         else:
             _say(axes, "no run has it")
+    _name_arms(
+        figure, [run for run in runs if any(run is one for found in drawn.values() for one, *_ in found)], colours
+    )
     return figure
 
 
