@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from verl_oppo import trace_file
@@ -65,7 +65,9 @@ def finished_result(spec: RunSpec) -> RunResult | None:
     path = spec.folder / RECORD
     if not path.is_file():
         return None
-    result = RunResult(**json.loads(path.read_text()))
+    # A record of another version may say more.
+    known = {field.name for field in fields(RunResult)}
+    result = RunResult(**{name: value for name, value in json.loads(path.read_text()).items() if name in known})
     return result if result.failure is None and result.arguments == list(spec.arguments) else None
 
 
