@@ -1,6 +1,6 @@
 """Does it learn the same: `sync_fast_poll` against `oppo` on the demo task, several seeds, and a null arm.
 
-Called by the command with `--convergence`. These runs are not timed, so two go at a time. The null arm is OPPO with a
+Called by the command with `--convergence`. These runs are not timed, so several may go at a time. The null arm is OPPO with a
 learning rate of 0: what its reward does is noise.
 """
 
@@ -225,7 +225,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
         for arm, curve in summary["curves"].items():
             (line,) = axes.plot(curve[key], curve["mean"], label=f"{arm} ({len(summary['final_reward'][arm])} seeds)")
             axes.fill_between(curve[key], curve["min"], curve["max"], color=line.get_color(), alpha=0.2)
-    clock = "EMULATED" if summary["emulated"] else "two runs at a time share the machine"
+    clock = "EMULATED" if summary["emulated"] else "runs may share the machine"
     grid[0].set(xlabel="step", ylabel="mean reward")
     grid[1].set_xlabel(f"seconds of training ({clock})")
     grid[0].legend(fontsize=8)
