@@ -1,7 +1,7 @@
 """Does it learn the same: `sync_fast_poll` against `oppo` on the demo task, several seeds, and a null arm.
 
-Called by the command with `--convergence`. These runs are not timed, so several may go at a time. The null arm is OPPO with a
-learning rate of 0: what its reward does is noise.
+Called by the command with `--convergence`. These runs are not timed, so several may go at a time. The null arm is
+OPPO with a learning rate of 0: what its reward does is noise.
 """
 
 from __future__ import annotations
