@@ -117,7 +117,7 @@ def test_repeats_of_an_arm_are_compared_together(tmp_path):
     page, pngs = report(tmp_path, *(tmp_path / name for name in "abcd"))
     assert [png for png in pngs if png.startswith("timeline")] == ["timeline-a.png", "timeline-b.png"]
     # Steps 3 to 4 of oppo take 9 and 10 s, 3 to 6 of sync 9 to 12 s.
-    assert "oppo has the shortest step (mean without warm-up): 0.90 of sync's." in page.text
+    assert "oppo has the shortest step (median without warm-up): 0.90 of sync's." in page.text
     assert "Repeats (2 of sync, 2 of oppo)" in page.text
     assert "2 of 4 runs, one an arm" in page.text
 

@@ -139,14 +139,14 @@ def _run_words(run: RunFiles) -> str:
 def _comparison_words(runs: Sequence[RunFiles]) -> str:
     arms = by_arm(runs)
     seconds = {
-        arm: statistics.fmean(step.seconds for run in repeats for step in settled(trace(run)))
+        arm: median(step.seconds for run in repeats for step in settled(trace(run))) or 0.0
         for arm, repeats in arms.items()
     }
     text = []
     if len(arms) > 1:
         fastest = min(seconds, key=lambda arm: seconds[arm])
         others = [f"{seconds[fastest] / s:.2f} of {arm}'s" for arm, s in seconds.items() if arm != fastest and s > 0]
-        text.append(f"{fastest} has the shortest step (mean without warm-up): {', '.join(others)}.")
+        text.append(f"{fastest} has the shortest step (median without warm-up): {', '.join(others)}.")
     if len(arms) < len(runs):
         repeats = ", ".join(f"{len(repeats)} of {arm}" for arm, repeats in arms.items())
         text.append(f"Repeats ({repeats}) are taken together here and share a colour below.")
