@@ -1,7 +1,10 @@
 """The summary of runs whose metrics are made by hand, how runs are started and reused, and the equivalence test."""
 
 import json
+import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -154,7 +157,7 @@ def note(what):
     with open(sys.argv[1], "a") as file:
         file.write(f"{what} {sys.argv[2]}\\n")
 note("begin")
-time.sleep(0.5)
+time.sleep(1.0)
 note("end")
 sys.exit(3 if sys.argv[2] == "bad" else 0)
 """
@@ -214,6 +217,28 @@ def test_a_run_past_its_time_is_ended_and_the_other_one_goes_on(tmp_path):
     object.__setattr__(stuck, "command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"])
     results = run_all([stuck, specs[0]], resume=False, timeout_s=8, at_once=2, say=lambda message: None)
     assert [result.failure for result in results] == ["not done after 8 s", None]
+
+
+def test_a_terminated_benchmark_ends_as_any_other():
+    """Its `finally` ends the runs."""
+    script = Path(__file__).parent.parent / "scripts" / "benchmark.py"
+    program = f"""
+import runpy, time
+from verl_oppo.benchmark import command
+def main(argv):
+    try:
+        print("going", flush=True)
+        time.sleep(60)
+    finally:
+        print("ended", flush=True)
+command.main = main
+runpy.run_path({str(script)!r}, run_name="__main__")
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "going\n"
+        process.terminate()
+        assert process.communicate(timeout=30)[0] == "ended\n"
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 # Convergence ----------------------------------------------------------------------------------------------------------

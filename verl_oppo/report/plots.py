@@ -185,9 +185,8 @@ def _panels(runs: Sequence[RunFiles], panels: Sequence[tuple[str, Series]]) -> F
             axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
         else:
             _say(axes, "no run has it")
-    _name_arms(
-        figure, [run for run in runs if any(run is one for found in drawn.values() for one, *_ in found)], colours
-    )
+    names = {run.name for found in drawn.values() for run, *_ in found}
+    _name_arms(figure, [run for run in runs if run.name in names], colours)
     return figure
 
 
