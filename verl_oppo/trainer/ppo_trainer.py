@@ -26,13 +26,11 @@ from verl_oppo.control.chunk_size import make_chunk_size_policy
 from verl_oppo.control.overcommit import OvercommitController
 from verl_oppo.metrics import (
     ExposedCall,
-    TrainedRow,
     chunk_metrics,
     ledger_metrics,
     overlap_metrics,
     staleness_metrics,
 )
-from verl_oppo.rollout.agent_loop import TOKEN_VERSIONS_KEY
 from verl_oppo.rollout.controller import RolloutControllerGroup, RolloutState
 from verl_oppo.rollout.partial import LLMServerClientOppo
 from verl_oppo.scoring.reward_loop_worker import ScoreRecord
@@ -42,6 +40,7 @@ from verl_oppo.trainer.replay_buffer import OppoReplayBuffer
 from verl_oppo.trainer.streaming import FinalCall, IntraStepStream
 from verl_oppo.trainer.support import AGENT_LOOP_MANAGER, computes_in_float32, load_oppo_config
 from verl_oppo.trainer.trace import TrainerTrace
+from verl_oppo.trainer.trained_rows import TrainedRowsReader
 from verl_oppo.trainer.verify import check_equal, largest_difference
 
 logger = logging.getLogger(__name__)
@@ -94,6 +93,7 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         self._verified: dict[str, float] = {}
         self._health: HealthCheck | None = None
         correction = config.algorithm.get("rollout_correction", None) or {}
+        self._trained_rows = TrainedRowsReader(config.actor_rollout_ref.rollout.calculate_log_probs)
         self._trace = TrainerTrace(correction.get("rollout_is_threshold") if correction.get("rollout_is") else None)
         super().__init__(config)
 
@@ -241,6 +241,11 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         self._streamed_call("reference", batch, "ref_log_prob", super()._compute_ref_log_prob)
         return batch
 
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics)
+        self._trained_rows.start(batch, version=self.global_steps - 1)
+        return batch
+
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._update_critic(batch, metrics)
         self.stream.critic_has_changed()
@@ -293,9 +298,12 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """verl's step, then the overcommit degree of the next one: before the checkpoint is written."""
         batch = super().step(metrics, timing_raw)
-        rows, reward = self._read_trained_rows(batch)
-        metrics.update(staleness_metrics(rows, current_version=self.global_steps - 1))
+        trained = self._trained_rows.result()
+        metrics.update(staleness_metrics(trained.rows, current_version=self.global_steps - 1))
+        self._trace.trained(self.global_steps, trained.keys, trained.tags, trained.rows)
         frozen = self.config.trainer.critic_warmup > self.global_steps
+        # R_t is the mean over prompts, those of groups that DAPO filtered counted.
+        reward = float(np.mean(trained.rewards + self.replay_buffer.filtered_rewards))
         self.overcommit.observe(reward, frozen=frozen)
         stats = self.stream.stats()
         if self.stream.active:
@@ -327,31 +335,6 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         tokens = sum(tag["response_len"] for tag in batch.tags if not tag.get("is_padding", False))
         self.chunk_size.observe(self.global_steps, (timing_raw["gen"] + waited) / tokens)
         return metrics
-
-    def _read_trained_rows(self, batch: KVBatchMeta) -> tuple[list[TrainedRow], float]:
-        """The step's real rows, and R_t: the mean unpenalised score a prompt, DAPO-filtered groups counted."""
-        real = [pair for pair in zip(batch.keys, batch.tags, strict=True) if not pair[1].get("is_padding", False)]
-        keys = [key for key, _ in real]
-        fields = ["rm_scores", "response_mask", "extra_fields", "old_log_probs"]
-        keeps_log_probs = self.config.actor_rollout_ref.rollout.calculate_log_probs
-        if keeps_log_probs:
-            fields.append("rollout_log_probs")
-        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
-        rows, rewards = [], {}
-        for index, (key, extra) in enumerate(zip(keys, list(data["extra_fields"]), strict=True)):
-            extra = getattr(extra, "data", extra)  # Plain or wrapped, depending on the backend of TransferQueue.
-            probs_diff = is_ratio = None
-            if keeps_log_probs:
-                is_ratio = (data["old_log_probs"][index] - data["rollout_log_probs"][index]).exp().numpy()
-                probs_diff = (data["old_log_probs"][index].exp() - data["rollout_log_probs"][index].exp()).abs().numpy()
-            mask = data["response_mask"][index].bool().numpy()
-            # Rollouts that verl replayed from a cache (skip.rollout_tq) were made without a record.
-            versions = extra.get(TOKEN_VERSIONS_KEY) or [[self.global_steps - 1, len(mask)]]
-            rows.append(TrainedRow(versions=versions, mask=mask, probs_diff=probs_diff, is_ratio=is_ratio))
-            rewards.setdefault(key.split("_")[0], []).append(float(data["rm_scores"][index].sum()))
-        self._trace.trained(self.global_steps, keys, [tag for _, tag in real], rows)
-        per_prompt = [float(np.mean(scores)) for scores in rewards.values()] + self.replay_buffer.filtered_rewards
-        return rows, float(np.mean(per_prompt))
 
     # ---------------------------------- checkpoint ----------------------------------
 
