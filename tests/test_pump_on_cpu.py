@@ -26,23 +26,6 @@ async def test_what_arrives_during_a_call_is_merged_into_the_next():
     assert [len(target.caches[0].known(name)) for name in "ab"] == [40, 36]
 
 
-async def test_a_prefill_that_took_long_is_followed_by_shorter_ones():
-    target = FakeScorer()
-    pump = await opened(target, max_tokens_per_prefill=1000, prefill_target_s=1e-9)
-    pump.push([chunk("a")])
-    await settle()
-    target.hold()
-    pump.push([Chunk("a", 4, [*range(4, 1004)])])
-    await target.called.wait()
-    await asyncio.sleep(0.2)
-    target.release()
-    await settle()
-    pump.push([Chunk("a", 1004, [*range(1004, 2004)])])
-    await settle()
-    assert len(target.made("prefill")) > 4, "a thousand tokens take more than one call now"
-    assert len(target.caches[0].known("a")) == 2004
-
-
 async def test_prefill_waits_for_the_stream_to_open_and_scores_do_not():
     target = FakeScorer()
     pump = Pump("critic", target, ConsumerSettings(call_timeout_s=LONG_S))
@@ -288,13 +271,7 @@ async def test_scores_are_right_whatever_happens_around_them(seed):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        {"max_held_tokens": 0},
-        {"max_tokens_per_prefill": 1.5},
-        {"max_tokens_per_score": True},
-        {"prefill_target_s": 0},
-        {"call_timeout_s": 0},
-    ],
+    [{"max_held_tokens": 0}, {"max_tokens_per_prefill": 1.5}, {"max_tokens_per_score": True}, {"call_timeout_s": 0}],
 )
 def test_bad_settings_name_their_key(fields):
     with pytest.raises(ValueError, match=rf"trainer.v1.oppo.intra_step.{next(iter(fields))} is .*, allowed is"):

@@ -22,10 +22,7 @@ class ConsumerSettings:
     max_held_tokens: int = 1 << 22
     """Tokens that the hub holds, 8 bytes each. Raise it when `oppo/chunk/dropped` grows."""
     max_tokens_per_prefill: int = 2048
-    """Most tokens of one prefill call and rank."""
-    prefill_target_s: float = 0.2
-    """Seconds that a prefill call should not exceed, as far as its tokens decide: a score call waits for the prefill in
-    flight."""
+    """Tokens of one prefill call and rank: a score call waits for the prefill in flight, so this bounds its wait."""
     max_tokens_per_score: int = 1 << 20
     """Tokens of the score requests that are merged into one call; a larger request gets a call of its own."""
     call_timeout_s: float = 300.0
@@ -37,9 +34,8 @@ class ConsumerSettings:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{self.key}.{name} is {value!r}, allowed is an integer of 1 or more")
-        for name in ("prefill_target_s", "call_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{self.key}.{name} is {getattr(self, name)!r}, allowed is a number above 0")
+        if not self.call_timeout_s > 0:
+            raise ValueError(f"{self.key}.call_timeout_s is {self.call_timeout_s!r}, allowed is a number above 0")
 
 
 @dataclass

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from verl_oppo.scoring.scorer import Chunk, Scored, Trajectory
 from verl_oppo.stream.consumer import CallTimes, ConsumerSettings, ConsumerStats, Span
 from verl_oppo.stream.hub import ChunkHub, HubCounters
-from verl_oppo.stream.prefill_budget import PrefillBudget
 from verl_oppo.stream.target import ScorerTarget, retrieve
 
 logger = logging.getLogger(__name__)
@@ -96,7 +95,6 @@ class Pump:
         self._settings = settings
         self._gate = gate or CallGate()
         self._hub = ChunkHub(target.num_ranks, settings.max_held_tokens)
-        self._prefill_budget = PrefillBudget(settings.max_tokens_per_prefill, settings.prefill_target_s)
         self._is_open = False
         self._stream_opened = False
         self._requests: deque[Request] = deque()
@@ -303,18 +301,14 @@ class Pump:
             # Some may have been scored or dropped while the refused call was in flight, or since.
             if part := [chunk for chunk in self._suspects.popleft() if not self._hub.has_ended(chunk.trajectory_id)]:
                 return part
-        return [chunk for chunks in self._hub.take(self._prefill_budget.tokens) for chunk in chunks]
+        return [chunk for chunks in self._hub.take(self._settings.max_tokens_per_prefill) for chunk in chunks]
 
     async def _prefill(self, chunks: list[Chunk]) -> None:
-        by_rank = self._by_rank(chunks)
-        started = time.monotonic()
         try:
-            replies = await self._call("prefill", lambda: self._target.prefill(by_rank))
+            replies = await self._call("prefill", lambda: self._target.prefill(self._by_rank(chunks)))
         except ValueError as error:
             await self._narrow_down(chunks, error)
             return
-        tokens = max(sum(len(chunk.token_ids) for chunk in part) for part in by_rank)
-        self._prefill_budget.observe(tokens, time.monotonic() - started)
         self._stats.prefill.add([reply.report for reply in replies])
         cached = {trajectory_id for reply in replies for trajectory_id in reply.cached}
         self._hub.lost(chunk.trajectory_id for chunk in chunks if chunk.trajectory_id not in cached)
