@@ -65,12 +65,15 @@ def test_the_presets_of_emulation_agree_with_the_cost_model():
 
 def test_convergence_arms_differ_in_seed_and_learning_rate_only(tmp_path):
     preset = Preset.load(convergence.PRESET)
-    specs = convergence.plan(preset, tmp_path, seeds=[1, 2], overrides=[])
+    specs = convergence.plan(preset, tmp_path, convergence.ARMS, seeds=[1, 2], overrides=[])
     assert [(spec.arm, spec.repeat) for spec in specs] == [
         (arm, seed) for seed in (1, 2) for arm in ("sync_fast_poll", "oppo", "oppo_lr0")
     ]
     oppo, null = (set(spec.arguments) for spec in specs[1:3])
     assert null - oppo == set(convergence.NULL_ARGUMENTS) and oppo <= null
+    assert convergence.plan(preset, tmp_path, ["oppo_lr0", "sync_fast_poll"], [2], []) == [specs[5], specs[3]]
+    with pytest.raises(ValueError, match="arm is 'intra'; allowed with --convergence: sync_fast_poll, oppo, oppo_lr0"):
+        convergence.plan(preset, tmp_path, ["oppo", "intra"], [1], [])
 
 
 def test_included_files_and_comments(tmp_path):

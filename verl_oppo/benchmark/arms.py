@@ -53,6 +53,11 @@ def read_arguments(path: Path) -> list[str]:
     return arguments
 
 
+def arm_names(listed: str) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
 def presets() -> list[str]:
     return sorted(path.parent.name for path in FOLDER.glob("presets/*/preset.json"))
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_oppo.benchmark import convergence
-from verl_oppo.benchmark.arms import LAYOUTS, Preset, presets, replay_arguments
+from verl_oppo.benchmark.arms import LAYOUTS, Preset, arm_names, presets, replay_arguments
 from verl_oppo.benchmark.machine import machine, versions
 from verl_oppo.benchmark.runs import RunResult, RunSpec, run_all
 from verl_oppo.benchmark.summary import summarize, table, write_steps
@@ -36,7 +36,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python scripts/benchmark.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", default="cpu", choices=[name for name in presets() if name != convergence.PRESET])
-    parser.add_argument("--arms", default=DEFAULT_ARMS, help=f"of {', '.join(LAYOUTS)}, in this order")
+    parser.add_argument(
+        "--arms",
+        default="",
+        help=f"in this order, of {', '.join(LAYOUTS)} (default: {DEFAULT_ARMS}); "
+        f"with --convergence of {', '.join(convergence.ARMS)} (default: all)",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", default="long_tail", choices=KINDS, help="the list of response lengths")
     parser.add_argument("--out", type=Path, required=True)
@@ -80,7 +85,7 @@ def plan(options: argparse.Namespace, preset: Preset, out: Path) -> list[RunSpec
     Raises:
         ValueError: an arm, preset or work does not exist, or prompts are missing.
     """
-    arms = [name.strip() for name in options.arms.split(",") if name.strip()]
+    arms = arm_names(options.arms or DEFAULT_ARMS)
     lengths = preset.lengths(options.work)
     arguments = {arm: preset.arguments(arm) for arm in arms}
     if options.prompts is None and DEMO_CONFIG not in next(iter(arguments.values()), []):

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from verl_oppo.benchmark.arms import Preset
+from verl_oppo.benchmark.arms import Preset, arm_names
 from verl_oppo.benchmark.equivalence import equivalence
 from verl_oppo.benchmark.machine import machine, versions
 from verl_oppo.benchmark.runs import RunResult, RunSpec, run_all
@@ -24,6 +24,7 @@ from verl_oppo.report.metrics_file import RunFiles, read_run
 
 PRESET = "convergence"
 BASE, OPPO, NULL = "sync_fast_poll", "oppo", "oppo_lr0"
+ARMS = (BASE, OPPO, NULL)
 NULL_ARGUMENTS = ("actor_rollout_ref.actor.optim.lr=0", "critic.optim.lr=0")
 FINAL_STEPS = 10
 MARGIN = 0.05
@@ -33,19 +34,23 @@ WINDOW = 20
 
 
 def main(options: argparse.Namespace, out: Path, prompts: Callable[[], Path], say: Callable[[str], None]) -> int:
-    """Runs all arms and seeds and writes `convergence.json`, `convergence.png` and the report.
+    """Runs arms and seeds and writes `convergence.json`, `convergence.png` and the report.
 
     Exit status: 0; 1 if a run failed.
+
+    Raises:
+        ValueError: there is no such arm.
     """
     preset = Preset.load(PRESET).with_steps(options.steps)
     prompts()  # Made once, before two runs want them at once.
-    specs = plan(preset, out, [options.seed + index for index in range(options.seeds)], options.overrides)
+    seeds = [options.seed + index for index in range(options.seeds)]
+    specs = plan(preset, out, arm_names(options.arms) or ARMS, seeds, options.overrides)
     say(f"{len(specs)} runs in {out}; equivalence margin {MARGIN}, stated beforehand")
     results = run_all(specs, resume=options.resume, timeout_s=options.timeout, at_once=options.at_once, say=say)
     summary = summarize(results, preset) | {
         "settings": {
             "steps": preset.steps,
-            "seeds": [options.seed + index for index in range(options.seeds)],
+            "seeds": seeds,
             "overrides": list(options.overrides),
             "arguments": {spec.arm: list(spec.arguments) for spec in specs[: len(specs) // options.seeds]},
         },
@@ -65,19 +70,19 @@ def main(options: argparse.Namespace, out: Path, prompts: Callable[[], Path], sa
     return 1 if summary["failures"] else 0
 
 
-def plan(preset: Preset, out: Path, seeds: Sequence[int], overrides: Sequence[str]) -> list[RunSpec]:
+def plan(
+    preset: Preset, out: Path, arms: Sequence[str], seeds: Sequence[int], overrides: Sequence[str]
+) -> list[RunSpec]:
     """One run for each arm and seed, the arms interleaved."""
-    arms = {
-        BASE: preset.arguments(BASE),
-        OPPO: preset.arguments(OPPO),
-        NULL: [*preset.arguments(OPPO), *NULL_ARGUMENTS],
-    }
+    for arm in arms:
+        if arm not in ARMS:
+            raise ValueError(f"arm is {arm!r}; allowed with --convergence: {', '.join(ARMS)}")
     specs = []
     for seed in seeds:
-        for arm, arguments in arms.items():
-            seeded = [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
-            whole = (*arguments, *seeded, *overrides)
-            specs.append(RunSpec(arm, seed, out / f"{arm}-seed{seed}", whole))
+        seeded = [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
+        for arm in arms:
+            of_arm = [*preset.arguments(OPPO), *NULL_ARGUMENTS] if arm == NULL else preset.arguments(arm)
+            specs.append(RunSpec(arm, seed, out / f"{arm}-seed{seed}", (*of_arm, *seeded, *overrides)))
     return specs
 
 
