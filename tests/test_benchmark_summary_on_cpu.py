@@ -87,6 +87,20 @@ def test_a_run_that_failed_or_lacks_steps_is_named_and_in_no_figure(tmp_path):
     assert "FAILED, in no figure: oppo, repeat 1: exit status 1" in table(summary)
 
 
+def test_a_run_on_a_busy_machine_is_named_and_counts_all_the_same(tmp_path):
+    results = [run(tmp_path, "sync_fast_poll", 0, 8.0), run(tmp_path, "oppo", 0, 4.0), run(tmp_path, "oppo", 1, 6.0)]
+    for repeat, overrun_s in ((0, 0.1), (1, 0.4)):
+        path = tmp_path / f"oppo-{repeat}" / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            line["data"]["oppo/emulated/overrun_s"] = overrun_s * line["step"]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = summarize(results, PRESET, "long_tail")
+    assert summary["disturbed"] == [{"arm": "oppo", "repeat": 1, "overrun": pytest.approx(0.4 / 6)}]
+    assert summary["arms"]["oppo"]["runs"] == 2
+    assert "DISTURBED, but in all figures: oppo, repeat 1" in table(summary) and "7 % of its time" in table(summary)
+
+
 def test_emulated_and_real_runs_are_not_mixed(tmp_path):
     results = [run(tmp_path, "oppo", 0, 4.0), run(tmp_path, "oppo", 1, 4.0, emulated=False)]
     with pytest.raises(ValueError, match="one kind"):

@@ -29,6 +29,8 @@ from verl_oppo.report.metrics_file import read_run
 
 BASE = "sync_fast_poll"
 LOWER_BOUND = "lower_bound"
+DISTURBED = 0.05
+"""Share of a run's measured time by which its emulated model steps may overrun before the run is called disturbed."""
 LAYOUT_WORDS = (
     "Where the reward model is: arms {own_pool} have it on devices of its own, as in the paper (of 8 devices 7 "
     "generate and train and 1 scores); arms {colocated} on the devices that generate and train, since stock verl "
@@ -65,6 +67,11 @@ class MeasuredRun:
         return statistics.fmean(step.seconds for step in self.steps)
 
     @property
+    def overrun(self) -> float:
+        """By how much its emulated model steps took longer for real, as a share of its measured time."""
+        return sum(step.overrun_s for step in self.steps) / sum(step.seconds for step in self.steps)
+
+    @property
     def seconds_per_token(self) -> float:
         return sum(step.seconds for step in self.steps) / sum(step.generated for step in self.steps)
 
@@ -90,9 +97,10 @@ def measured_run(result: RunResult, preset: Preset) -> MeasuredRun:
 
 
 def summarize(results: Sequence[RunResult], preset: Preset, work: str) -> dict[str, Any]:
-    """`arms`, `ratios`, `goals`, `failures` and words about them, ready for JSON.
+    """`arms`, `ratios`, `goals`, `failures`, `disturbed` and words about them, ready for JSON.
 
-    A run that failed, or whose steps are not all there, is in `failures` and in nothing else.
+    A run that failed, or whose steps are not all there, is in `failures` and in nothing else. A disturbed one is in all
+    figures: it measured the machine as much as the emulated devices, and is named so.
 
     Raises:
         ValueError: emulated and measured runs are mixed.
@@ -125,6 +133,9 @@ def summarize(results: Sequence[RunResult], preset: Preset, work: str) -> dict[s
         "clock": "EMULATED accelerators (emulate=on)" if is_emulated else "this machine's",
         "complete": not failures,
         "failures": failures,
+        "disturbed": [
+            {"arm": run.arm, "repeat": run.repeat, "overrun": run.overrun} for run in runs if run.overrun > DISTURBED
+        ],
         "arms": arms,
         "ratios": compared,
         "goals": goals(arms, compared, work),
@@ -289,6 +300,11 @@ def table(summary: Mapping[str, Any]) -> str:
         met = {True: "yes", False: "NO", None: "not measured"}[goal["met"]]
         lines.append(f"| {goal['name']} | {goal['goal']} | {value} | {met} |")
     lines += ["", summary["layout"], "", summary["what_a_ratio_is"], ""]
+    for run in summary["disturbed"]:
+        lines.append(
+            f"DISTURBED, but in all figures: {run['arm']}, repeat {run['repeat']}: its emulated model steps took "
+            f"longer for real by {100 * run['overrun']:.0f} % of its time, so the machine was too slow or too busy for it"
+        )
     for failure in summary["failures"]:
         lines.append(f"FAILED, in no figure: {failure['arm']}, repeat {failure['repeat']}: {failure['why']}")
     return "\n".join(lines)
