@@ -303,7 +303,7 @@ def table(summary: Mapping[str, Any]) -> str:
     for run in summary["disturbed"]:
         lines.append(
             f"DISTURBED, but in all figures: {run['arm']}, repeat {run['repeat']}: its emulated model steps took "
-            f"longer for real by {100 * run['overrun']:.0f} % of its time, so the machine was too slow or too busy for it"
+            f"longer for real by {100 * run['overrun']:.0f} % of its time, so the machine was too slow or busy for it"
         )
     for failure in summary["failures"]:
         lines.append(f"FAILED, in no figure: {failure['arm']}, repeat {failure['repeat']}: {failure['why']}")
