@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pyarrow
@@ -13,7 +14,7 @@ import pytest
 from verl_oppo.benchmark import command, convergence
 from verl_oppo.benchmark.arms import Preset
 from verl_oppo.benchmark.equivalence import equivalence, t_quantile, upper_tail
-from verl_oppo.benchmark.runs import RunResult, RunSpec, finished_result, run_all
+from verl_oppo.benchmark.runs import RunResult, RunSpec, finished_result, run_all, stolen_share
 from verl_oppo.benchmark.summary import summarize, table, write_steps
 
 PRESET = Preset.load("cpu").with_steps(6)
@@ -95,10 +96,21 @@ def test_a_run_on_a_busy_machine_is_named_and_counts_all_the_same(tmp_path):
         for line in lines:
             line["data"]["oppo/emulated/overrun_s"] = overrun_s * line["step"]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    results[2].stolen = 0.09
     summary = summarize(results, PRESET, "long_tail")
-    assert summary["disturbed"] == [{"arm": "oppo", "repeat": 1, "overrun": pytest.approx(0.4 / 6)}]
+    assert summary["disturbed"] == [{"arm": "oppo", "repeat": 1, "overrun": pytest.approx(0.4 / 6), "stolen": 0.09}]
     assert summary["arms"]["oppo"]["runs"] == 2
     assert "DISTURBED, but in all figures: oppo, repeat 1" in table(summary) and "7 % of its time" in table(summary)
+    assert "others took 9 % of its CPU time" in table(summary)
+    assert summary["arms"]["oppo"]["stolen"]["n"] == 1, "of one run it is not known"
+
+
+def test_stolen_time_is_a_share_of_all_time_with_a_guests_counted_once():
+    times = namedtuple("times", "user idle steal guest")
+    assert stolen_share(times(10, 10, 1, 5), times(50, 60, 11, 45)) == pytest.approx(0.1)
+    assert stolen_share(times(1, 1, 1, 1), times(1, 1, 1, 1)) is None
+    silent = namedtuple("silent", "user idle")
+    assert stolen_share(silent(1, 1), silent(2, 2)) is None
 
 
 def test_emulated_and_real_runs_are_not_mixed(tmp_path):

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from verl_oppo import trace_file
 from verl_oppo.benchmark.arms import hydra_string
@@ -58,6 +61,8 @@ class RunResult:
     failure: str | None
     seconds: float | None = None
     """From the start of the process to its end."""
+    stolen: float | None = None
+    """Share of the machine's CPU time that its hypervisor gave to others meanwhile; None where the system is silent."""
 
 
 def finished_result(spec: RunSpec) -> RunResult | None:
@@ -82,6 +87,7 @@ class _Running:
         self.result: RunResult | None = None
         self._timeout_s = timeout_s
         self._started = time.monotonic()
+        self._cpu = psutil.cpu_times()
         environment = {
             **os.environ,
             "VERL_FILE_LOGGER_PATH": str(spec.folder / METRICS),
@@ -113,10 +119,21 @@ class _Running:
 
     def _record(self, failure: str | None, ended: float) -> None:
         spec, seconds = self.spec, ended - self._started
-        self.result = RunResult(spec.arm, spec.repeat, str(spec.folder), list(spec.arguments), failure, seconds)
+        stolen = stolen_share(self._cpu, psutil.cpu_times())
+        self.result = RunResult(spec.arm, spec.repeat, str(spec.folder), list(spec.arguments), failure, seconds, stolen)
         for leftover in ("checkpoints", "hydra"):
             shutil.rmtree(spec.folder / leftover, ignore_errors=True)
         (spec.folder / RECORD).write_text(json.dumps(asdict(self.result), indent=1))
+
+
+def stolen_share(before: Any, after: Any) -> float | None:
+    """Between two readings of `psutil.cpu_times`; None where they do not tell stolen time, or no time went by."""
+    if not hasattr(after, "steal"):
+        return None
+    # Linux counts a guest's time in its user time too.
+    names = [name for name in after._fields if not name.startswith("guest")]
+    total = sum(getattr(after, name) - getattr(before, name) for name in names)
+    return (after.steal - before.steal) / total if total > 0 else None
 
 
 def run_all(

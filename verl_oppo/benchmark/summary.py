@@ -54,6 +54,7 @@ class MeasuredRun:
     """The measured steps of one run that ended well.
 
     `plain_reward_s_per_token`: plain scoring time of each prompt and response token, None where nothing streams.
+    `stolen`: as in `RunResult`, start-up included.
     """
 
     arm: str
@@ -61,6 +62,7 @@ class MeasuredRun:
     steps: list[Step]
     plain_reward_s_per_token: float | None
     is_emulated: bool
+    stolen: float | None = None
 
     @property
     def mean_step_s(self) -> float:
@@ -93,7 +95,8 @@ def measured_run(result: RunResult, preset: Preset) -> MeasuredRun:
         raise ValueError(f"steps {missing} are not in {result.folder}")
     measured = [step for step in steps if step.step in preset.measured_steps and not step.is_verify]
     plain = [step.plain_reward_s / step.tokens for step in steps if step.is_verify and step.plain_reward_s]
-    return MeasuredRun(result.arm, result.repeat, measured, plain[-1] if plain else None, files.is_emulated)
+    per_token = plain[-1] if plain else None
+    return MeasuredRun(result.arm, result.repeat, measured, per_token, files.is_emulated, result.stolen)
 
 
 def summarize(results: Sequence[RunResult], preset: Preset, work: str) -> dict[str, Any]:
@@ -134,7 +137,9 @@ def summarize(results: Sequence[RunResult], preset: Preset, work: str) -> dict[s
         "complete": not failures,
         "failures": failures,
         "disturbed": [
-            {"arm": run.arm, "repeat": run.repeat, "overrun": run.overrun} for run in runs if run.overrun > DISTURBED
+            {"arm": run.arm, "repeat": run.repeat, "overrun": run.overrun, "stolen": run.stolen}
+            for run in runs
+            if run.overrun > DISTURBED
         ],
         "arms": arms,
         "ratios": compared,
@@ -180,6 +185,7 @@ def arm_figures(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         "hidden_share": spread(hidden_share(run.steps, run.plain_reward_s_per_token) for run in runs),
         "reward": spread(step.reward for step in steps),
         "overrun_s": spread(step.overrun_s for step in steps),
+        "stolen": spread(run.stolen for run in runs),
         "overrun_share": sum(step.overruns for step in steps) / model_steps if model_steps else None,
     }
 
@@ -301,9 +307,10 @@ def table(summary: Mapping[str, Any]) -> str:
         lines.append(f"| {goal['name']} | {goal['goal']} | {value} | {met} |")
     lines += ["", summary["layout"], "", summary["what_a_ratio_is"], ""]
     for run in summary["disturbed"]:
+        stolen = "" if run["stolen"] is None else f" (others took {100 * run['stolen']:.0f} % of its CPU time)"
         lines.append(
             f"DISTURBED, but in all figures: {run['arm']}, repeat {run['repeat']}: its emulated model steps took "
-            f"longer for real by {100 * run['overrun']:.0f} % of its time, so the machine was too slow or busy for it"
+            f"longer for real by {100 * run['overrun']:.0f} % of its time: the machine was too slow or busy{stolen}"
         )
     for failure in summary["failures"]:
         lines.append(f"FAILED, in no figure: {failure['arm']}, repeat {failure['repeat']}: {failure['why']}")
