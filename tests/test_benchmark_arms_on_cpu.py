@@ -71,6 +71,8 @@ def test_convergence_arms_differ_in_seed_and_learning_rate_only(tmp_path):
     ]
     oppo, null = (set(spec.arguments) for spec in specs[1:3])
     assert null - oppo == set(convergence.NULL_ARGUMENTS) and oppo <= null
+    [null] = convergence.plan(preset, tmp_path, ["oppo_lr0"], [1], ["actor_rollout_ref.actor.optim.lr=1e-3"])
+    assert null.arguments[-2:] == convergence.NULL_ARGUMENTS, "whatever rate the others get"
     assert convergence.plan(preset, tmp_path, ["oppo_lr0", "sync_fast_poll"], [2], []) == [specs[5], specs[3]]
     with pytest.raises(ValueError, match="arm is 'intra'; allowed with --convergence: sync_fast_poll, oppo, oppo_lr0"):
         convergence.plan(preset, tmp_path, ["oppo", "intra"], [1], [])

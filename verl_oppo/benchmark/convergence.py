@@ -81,8 +81,11 @@ def plan(
     for seed in seeds:
         seeded = [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
         for arm in arms:
-            of_arm = [*preset.arguments(OPPO), *NULL_ARGUMENTS] if arm == NULL else preset.arguments(arm)
-            specs.append(RunSpec(arm, seed, out / f"{arm}-seed{seed}", (*of_arm, *seeded, *overrides)))
+            whole = (*preset.arguments(OPPO if arm == NULL else arm), *seeded, *overrides)
+            if arm == NULL:
+                # Last: a rate among the overrides is not for it.
+                whole += NULL_ARGUMENTS
+            specs.append(RunSpec(arm, seed, out / f"{arm}-seed{seed}", whole))
     return specs
 
 
