@@ -1,4 +1,4 @@
-"""The rows of a step, read back from a real TransferQueue in a thread."""
+"""The rows of a step, read back from a real TransferQueue."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from tensordict import NonTensorStack, TensorDict
 from transfer_queue import KVBatchMeta
 
 from verl_oppo.rollout.agent_loop import TOKEN_VERSIONS_KEY
-from verl_oppo.trainer.trained_rows import TrainedRowsReader
+from verl_oppo.trainer.trained_rows import read_trained_rows
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -47,9 +47,7 @@ def batch(shared_ray: None) -> Iterator[KVBatchMeta]:
 
 
 def test_rows_and_rewards_without_padding(batch):
-    reader = TrainedRowsReader(keeps_log_probs=True)
-    reader.start(batch, version=7)
-    trained = reader.result()
+    trained = read_trained_rows(batch, keeps_log_probs=True, version=7)
     assert trained.keys == ["a_0_0", "a_1_0", "b_0_0"] == [tag["name"] for tag in trained.tags]
     assert trained.rewards == [0.5, 0.25], "means over prompts"
     assert [list(map(list, row.versions)) for row in trained.rows] == [[[4, 1], [5, 2]], [[5, 2]], [[7, 4]]]
@@ -59,17 +57,5 @@ def test_rows_and_rewards_without_padding(batch):
 
 
 def test_without_the_rollouts_log_probs(batch):
-    reader = TrainedRowsReader(keeps_log_probs=False)
-    reader.start(batch, version=7)
-    assert {(row.is_ratio, row.probs_diff) for row in reader.result().rows} == {(None, None)}
-
-
-def test_what_goes_wrong_in_the_thread_is_raised_and_the_next_step_reads_again(batch):
-    reader = TrainedRowsReader(keeps_log_probs=True)
-    reader.start(KVBatchMeta(partition_id="train", keys=["gone"], tags=[{}]), version=7)
-    with pytest.raises((ValueError, RuntimeError)):
-        reader.result()
-    reader.start(batch, version=7)
-    assert len(reader.result().rows) == 3
-    with pytest.raises(AssertionError, match="no reading"):
-        reader.result()
+    trained = read_trained_rows(batch, keeps_log_probs=False, version=7)
+    assert {(row.is_ratio, row.probs_diff) for row in trained.rows} == {(None, None)}

@@ -40,7 +40,7 @@ from verl_oppo.trainer.replay_buffer import OppoReplayBuffer
 from verl_oppo.trainer.streaming import FinalCall, IntraStepStream
 from verl_oppo.trainer.support import AGENT_LOOP_MANAGER, computes_in_float32, load_oppo_config
 from verl_oppo.trainer.trace import TrainerTrace
-from verl_oppo.trainer.trained_rows import TrainedRowsReader
+from verl_oppo.trainer.trained_rows import read_trained_rows
 from verl_oppo.trainer.verify import check_equal, largest_difference
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,6 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         self._verified: dict[str, float] = {}
         self._health: HealthCheck | None = None
         correction = config.algorithm.get("rollout_correction", None) or {}
-        self._trained_rows = TrainedRowsReader(config.actor_rollout_ref.rollout.calculate_log_probs)
         self._trace = TrainerTrace(correction.get("rollout_is_threshold") if correction.get("rollout_is") else None)
         super().__init__(config)
 
@@ -241,11 +240,6 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
         self._streamed_call("reference", batch, "ref_log_prob", super()._compute_ref_log_prob)
         return batch
 
-    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        batch = super()._compute_advantage(batch, metrics)
-        self._trained_rows.start(batch, version=self.global_steps - 1)
-        return batch
-
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         batch = super()._update_critic(batch, metrics)
         self.stream.critic_has_changed()
@@ -298,8 +292,10 @@ class PPOTrainerOppo(PPOTrainerColocateAsync):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         """verl's step, then the overcommit degree of the next one: before the checkpoint is written."""
         batch = super().step(metrics, timing_raw)
-        trained = self._trained_rows.result()
-        metrics.update(staleness_metrics(trained.rows, current_version=self.global_steps - 1))
+        version = self.global_steps - 1
+        keeps_log_probs = self.config.actor_rollout_ref.rollout.calculate_log_probs
+        trained = read_trained_rows(batch, keeps_log_probs, version)
+        metrics.update(staleness_metrics(trained.rows, current_version=version))
         self._trace.trained(self.global_steps, trained.keys, trained.tags, trained.rows)
         frozen = self.config.trainer.critic_warmup > self.global_steps
         # R_t is the mean over prompts, those of groups that DAPO filtered counted.

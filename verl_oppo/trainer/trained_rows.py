@@ -1,11 +1,10 @@
-"""The rows that a step trains, read from TransferQueue while the models are updated on them.
+"""The rows that a step trained, read from TransferQueue.
 
-`PPOTrainerOppo` owns one `TrainedRowsReader`. It does not know which metrics are made of the rows.
+Called by `PPOTrainerOppo` once a step. It does not know which metrics are made of the rows.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,36 +30,13 @@ class TrainedRows:
     rewards: list[float]
 
 
-class TrainedRowsReader:
-    """Reads in a thread of its own, since neither the rows nor the trainer's thread is needed while workers update.
-
-    Invariant: every `start` is answered by one `result`.
-    """
-
-    def __init__(self, keeps_log_probs: bool) -> None:
-        """`keeps_log_probs`: verl's `rollout.calculate_log_probs`."""
-        self._keeps_log_probs = keeps_log_probs
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oppo-trained-rows")
-        self._reading: Future[TrainedRows] | None = None
-
-    def start(self, batch: KVBatchMeta, version: int) -> None:
-        """To be called when advantages are written: nothing that is read changes after that.
-
-        Args:
-            version: weight version of tokens that came without a record, as verl replays them (`skip.rollout_tq`).
-        """
-        assert self._reading is None, "the rows of the step before were never asked for"
-        self._reading = self._thread.submit(read_trained_rows, batch, self._keeps_log_probs, version)
-
-    def result(self) -> TrainedRows:
-        """Raises what went wrong with the reading."""
-        assert self._reading is not None, "no reading has been started in this step"
-        reading, self._reading = self._reading, None
-        return reading.result()
-
-
 def read_trained_rows(batch: KVBatchMeta, keeps_log_probs: bool, version: int) -> TrainedRows:
-    """See `TrainedRowsReader`."""
+    """The rows of a batch whose advantages are written.
+
+    Args:
+        keeps_log_probs: verl's `rollout.calculate_log_probs`.
+        version: weight version of tokens that came without a record, as verl replays them (`skip.rollout_tq`).
+    """
     real = [pair for pair in zip(batch.keys, batch.tags, strict=True) if not pair[1].get("is_padding", False)]
     keys = [key for key, _ in real]
     fields = ["rm_scores", "response_mask", "extra_fields", "old_log_probs"]
